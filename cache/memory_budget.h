@@ -1,0 +1,184 @@
+// A cap on bytes, and promises against it.
+//
+// RamBudget is the one for the host's memory, DeviceBudget the one of a device; both are this class. Memory
+// is promised before it is used: Reserve() gives a Reservation (RAII) or says why not. A reservation is
+// "reserved" until Commit(), from then on "in use"; its end gives the bytes back. So at all times
+//
+//     reserved_bytes + in_use_bytes  =  sum over all live Reservations   <=  cap_bytes
+//
+// (the right side can be exceeded only by lowering the cap).
+//
+// Thread-safe. A Reservation itself belongs to one thread at a time. The budget must outlive its
+// reservations. Lock order: the cache's mutex may be held while calling anything here except Reserve();
+// Reserve() calls the Reclaimer without holding the budget's mutex.
+//
+//   ASSIGN_OR_RETURN(Reservation r, budget.Reserve({.bytes = n, .owner = "session-1", .what = "lora"}));
+//   ... allocate and fill n bytes ...
+//   r.Commit();
+#ifndef LATENTD_CACHE_MEMORY_BUDGET_H_
+#define LATENTD_CACHE_MEMORY_BUDGET_H_
+
+#include <cstdint>
+#include <limits>
+#include <list>
+#include <map>
+#include <set>
+#include <stop_token>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace latentd {
+
+class MemoryBudget;
+
+// Bytes promised to somebody. Move-only; gives its bytes back when it ends. A default-made one is empty.
+class Reservation {
+ public:
+  Reservation() = default;
+  Reservation(Reservation&& other) noexcept { *this = std::move(other); }
+  Reservation& operator=(Reservation&& other) noexcept;
+  Reservation(const Reservation&) = delete;
+  Reservation& operator=(const Reservation&) = delete;
+  ~Reservation() { Release(); }
+
+  int64_t bytes() const { return bytes_; }
+  bool committed() const { return committed_; }
+
+  // Turns promised bytes into bytes in use. No-op when committed or empty.
+  void Commit();
+
+  // Takes `bytes` off this reservation into one of its own, in the same state. REQUIRES: bytes <= bytes().
+  Reservation Split(int64_t bytes);
+
+  // Gives back what goes beyond `bytes`. Never grows.
+  void ShrinkTo(int64_t bytes);
+
+  void Release();
+
+ private:
+  friend class MemoryBudget;
+  Reservation(MemoryBudget* budget, int64_t bytes, std::string owner)
+      : budget_(budget), bytes_(bytes), owner_(std::move(owner)) {}
+
+  MemoryBudget* budget_ = nullptr;
+  int64_t bytes_ = 0;
+  bool committed_ = false;
+  std::string owner_;
+};
+
+// What a budget asks of whoever holds the bytes. Implemented by ModelCache.
+class Reclaimer {
+ public:
+  virtual ~Reclaimer() = default;
+
+  // Frees at least `bytes` if that can be done without touching anything in use. Returns the bytes freed.
+  virtual int64_t Reclaim(int64_t bytes) = 0;
+
+  // Bytes that Reclaim cannot free now, because somebody holds them; and who those holders are.
+  struct Held {
+    int64_t bytes = 0;
+    std::set<std::string> owners;
+  };
+  virtual Held HeldBytes() const = 0;
+};
+
+class MemoryBudget {
+ public:
+  static constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+
+  struct Request {
+    int64_t bytes = 0;
+    std::string owner;  // who will hold the bytes: a session or job name; decides who waits for whom
+    std::string what;   // what they are for, for the error message
+    absl::Time deadline = absl::InfiniteFuture();
+    std::stop_token stop;
+  };
+
+  struct Stats {
+    int64_t cap_bytes = 0;
+    int64_t in_use_bytes = 0;
+    int64_t reserved_bytes = 0;
+    int64_t peak_bytes = 0;  // high-water mark of in use + reserved
+    int64_t waiting = 0;     // requests that wait for room
+    int64_t refused = 0;     // requests that were refused, ever
+  };
+
+  // `name` appears in errors ("ram", "sim:0").
+  MemoryBudget(std::string name, int64_t cap_bytes);
+  ~MemoryBudget();
+  MemoryBudget(const MemoryBudget&) = delete;
+  MemoryBudget& operator=(const MemoryBudget&) = delete;
+
+  // Set once, before the first Reserve(); may be null. Must outlive the last Reserve().
+  void set_reclaimer(Reclaimer* reclaimer) { reclaimer_ = reclaimer; }
+
+  // Promises bytes, making room through the Reclaimer if needed, else waiting in FIFO order. Errors:
+  //   FAILED_PRECONDITION MODEL_EXCEEDS_BUDGET   more than the cap: could never fit
+  //   RESOURCE_EXHAUSTED  BUDGET_EXHAUSTED       nobody but the caller holds what is in the way, or the
+  //                                              deadline came; details: needed, held, cap
+  //   ABORTED             BUDGET_CYCLE           all holders wait for memory, and this request is the newest
+  //   CANCELLED           CANCELLED              `stop` was requested
+  absl::StatusOr<Reservation> Reserve(const Request& request);
+
+  // Lets waiting requests look again. The cache calls it when a record becomes evictable.
+  void NotifyReclaimable();
+
+  // Live change. Lowering it below what is in use evicts nothing by itself; later requests wait or fail.
+  void set_cap(int64_t cap_bytes);
+
+  Stats stats() const;
+  const std::string& name() const { return name_; }
+
+ private:
+  friend class Reservation;
+
+  struct Waiter {
+    std::string owner;
+  };
+
+  bool Fits(int64_t bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return bytes <= cap_ - in_use_ - reserved_;
+  }
+  Reservation Take(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // True when everybody who holds bytes is waiting for more, so that no wait can end by itself.
+  bool AllHoldersWait(const Reclaimer::Held& held) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status Refuse(absl::StatusCode code, const char* reason, const Request& request, int64_t held,
+                      const char* why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  void Give(int64_t bytes, bool committed, const std::string& owner);
+  void Commit(int64_t bytes, const std::string& owner);
+
+  const std::string name_;
+  Reclaimer* reclaimer_ = nullptr;
+
+  mutable absl::Mutex mu_;
+  absl::CondVar changed_;
+  int64_t cap_ ABSL_GUARDED_BY(mu_);
+  int64_t in_use_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t reserved_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t peak_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t refused_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t epoch_ ABSL_GUARDED_BY(mu_) = 0;  // moves whenever a waiter may have become able to go on
+  std::list<Waiter> waiters_ ABSL_GUARDED_BY(mu_);              // oldest first
+  std::map<std::string, int64_t> promised_ ABSL_GUARDED_BY(mu_);  // uncommitted bytes by owner
+};
+
+class RamBudget : public MemoryBudget {
+ public:
+  explicit RamBudget(int64_t cap_bytes) : MemoryBudget("ram", cap_bytes) {}
+};
+
+class DeviceBudget : public MemoryBudget {
+ public:
+  using MemoryBudget::MemoryBudget;
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_CACHE_MEMORY_BUDGET_H_

@@ -1,0 +1,80 @@
+// Weight files as a set of named tensors: one .safetensors file, or the shards of an index.
+//
+// Files are untrusted input: everything that a header says is checked before it is used (see
+// safetensors_header.h); pickles are recognised by their content and refused.
+#ifndef LATENTD_CACHE_WEIGHT_FILES_H_
+#define LATENTD_CACHE_WEIGHT_FILES_H_
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "cache/key_map.h"
+#include "cache/model_cache.h"
+#include "cache/safetensors_header.h"
+#include "cache/weight_set.h"
+
+namespace latentd {
+
+class MappedFile;
+
+// Headers only, until a tensor is asked for. Immutable; thread-safe.
+class WeightFiles {
+ public:
+  // `path` is a .safetensors file, a *.safetensors.index.json, or a folder that holds either. Errors:
+  // NOT_FOUND, DATA_LOSS CORRUPT_FILE (names the file's base name and the tensor),
+  // FAILED_PRECONDITION UNSAFE_FILE for pickles.
+  static absl::StatusOr<std::shared_ptr<const WeightFiles>> Open(const std::string& path);
+
+  struct Entry {
+    const TensorInfo* info;
+    int file;  // index into files()
+  };
+
+  const std::map<std::string, Entry>& tensors() const { return tensors_; }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+
+  // Bytes of all tensors.
+  int64_t tensor_bytes() const { return tensor_bytes_; }
+
+  // Hash over name, size and times of the files: another one when a file was replaced. 16 hex digits.
+  const std::string& fingerprint() const { return fingerprint_; }
+
+  // The tensor of that name: an alias of the file's mapping where it is 16-byte aligned there, else an
+  // aligned copy; always the same choice for the same file. REQUIRES: the name is in tensors().
+  absl::StatusOr<at::Tensor> Read(absl::string_view name) const;
+
+  // DATA_LOSS FILE_TRUNCATED once a mapping was found to be cut short.
+  absl::Status Check() const;
+
+ private:
+  struct File {
+    std::string path;
+    std::vector<TensorInfo> infos;
+    std::shared_ptr<MappedFile> mapping;
+  };
+  absl::Status AddFile(const std::string& path);
+  void Finish();
+
+  std::vector<File> files_;
+  std::map<std::string, Entry> tensors_;
+  std::map<std::string, std::string> metadata_;
+  int64_t tensor_bytes_ = 0;
+  std::string fingerprint_;
+};
+
+// Reads a whole component. Names go through `key_map` when it is not null, after `prefix` is taken off;
+// source tensors that start differently are left alone. Shapes are checked against the layout. Cancellable
+// per tensor. Errors: FAILED_PRECONDITION WEIGHTS_MISMATCH with the first missing, unused or misshapen names.
+absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<const WeightFiles> files,
+                                                             std::shared_ptr<const ComponentLayout> layout,
+                                                             const KeyMap* key_map, absl::string_view prefix,
+                                                             const LoadContext& context);
+
+}  // namespace latentd
+
+#endif  // LATENTD_CACHE_WEIGHT_FILES_H_

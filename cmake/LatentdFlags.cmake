@@ -1,0 +1,33 @@
+# Compiler, linker and ccache settings that every target shares. Few flag sets: each one costs a
+# precompiled header of its own.
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
+endif()
+set(CMAKE_CXX_FLAGS_RELEASE "-O2 -g1")
+set(CMAKE_CXX_FLAGS_DEBUG "-O1 -g1 -fno-omit-frame-pointer")
+
+add_compile_options(-Wall -Wextra -Wno-unused-parameter -Wvla -fstack-protector-strong)
+if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  add_compile_options(-Wthread-safety)
+endif()
+
+if(LATENTD_SANITIZE)
+  add_compile_options(-fsanitize=${LATENTD_SANITIZE} -fno-sanitize-recover=all)
+  add_link_options(-fsanitize=${LATENTD_SANITIZE})
+endif()
+
+find_program(CCACHE ccache)
+if(CCACHE)
+  # A precompiled header changes its time stamps on each configure; without the sloppiness nothing hits.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
+      CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${CCACHE})
+  add_compile_options($<$<CXX_COMPILER_ID:GNU>:-fpch-preprocess>)
+endif()
+
+find_program(MOLD mold)
+find_program(LLD ld.lld)
+if(MOLD)
+  add_link_options(-fuse-ld=mold)
+elseif(LLD)
+  add_link_options(-fuse-ld=lld)
+endif()

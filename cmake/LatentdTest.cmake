@@ -1,0 +1,12 @@
+# latentd_test(NAME SRCS... DEPS...): one GoogleTest binary, registered with ctest.
+# Tests that compute run on one thread and do not spin while they wait.
+function(latentd_test NAME)
+  cmake_parse_arguments(T "" "" "SRCS;DEPS;LABELS" ${ARGN})
+  add_executable(${NAME} ${T_SRCS})
+  target_link_libraries(${NAME} PRIVATE ${T_DEPS} GTest::gmock GTest::gtest_main)
+  set_target_properties(${NAME} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+  add_test(NAME ${NAME} COMMAND ${NAME} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
+  set_tests_properties(${NAME} PROPERTIES
+    LABELS "unit;${T_LABELS}" TIMEOUT 600
+    ENVIRONMENT "OMP_NUM_THREADS=1;OMP_WAIT_POLICY=PASSIVE")
+endfunction()

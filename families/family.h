@@ -1,0 +1,138 @@
+// A family is the code that knows one architecture. Its parts, from the outside in:
+//
+//   Family    detects whether files are of its architecture and describes the model in them
+//   Pipeline  one described model: components, defaults, and the phases encode → begin → decode
+//   Denoiser  one running generation; the executor calls Step() and owns the loop, so that progress,
+//             preview, cancel and fairness between sessions are written once
+//
+// Nothing here holds weights or knows of sessions, devices or LoRAs: weights come in as a WeightView.
+#ifndef LATENTD_FAMILIES_FAMILY_H_
+#define LATENTD_FAMILIES_FAMILY_H_
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "cache/component_layout.h"
+#include "cache/key_map.h"
+#include "cache/weight_files.h"
+#include "families/generate_params.h"
+#include "patcher/patch_target.h"
+#include "patcher/weight_view.h"
+
+namespace latentd {
+
+// One part of a model with weights, described but not loaded.
+struct Component {
+  std::string name;  // "transformer", "text_encoder", "text_encoder_2", "vae"
+  std::shared_ptr<const ComponentLayout> layout;
+  std::shared_ptr<const WeightFiles> files;
+  const KeyMap* key_map = nullptr;  // null: the file has canonical names. Lives as long as the program
+  std::string prefix;               // taken off the file's names first
+  // Where LoRAs find their layers; a component without one takes no patches.
+  std::optional<PatchTarget> patch_target;
+};
+
+// Text conditioning of one generation, in host memory. Keys are the family's own ("t5", "pooled",
+// "neg.t5", …).
+using Conditioning = std::map<std::string, at::Tensor>;
+
+struct StepReport {
+  int64_t index = 0;  // 1-based, after the step
+  int64_t count = 0;
+  double sigma = 0;  // noise level that the step started from
+};
+
+class Denoiser {
+ public:
+  virtual ~Denoiser() = default;
+  virtual int64_t step_count() const = 0;
+  virtual bool done() const = 0;
+  // One step for all pictures of the batch. REQUIRES: !done().
+  virtual absl::StatusOr<StepReport> Step(const WeightView& weights) = 0;
+  // Current latents [N, C, h, w] in the unpacked form that Pipeline::Decode takes. Copies.
+  virtual at::Tensor latents() const = 0;
+};
+
+// What ListModels shows: the values that Validate fills in where the request leaves them out.
+struct ModelDefaults {
+  int64_t width = 1024, height = 1024, steps = 28;
+  double guidance = 3.5;
+  double true_cfg_scale = 1.0;
+  double strength = 0.75;
+  int64_t max_sequence_length = 512;
+  std::string sampler = "euler";
+};
+
+class Pipeline {
+ public:
+  virtual ~Pipeline() = default;
+
+  virtual absl::string_view family() const = 0;   // "flux"
+  virtual absl::string_view variant() const = 0;  // "dev", "schnell", …
+  virtual const std::vector<Component>& components() const = 0;
+  virtual const ModelDefaults& defaults() const = 0;
+
+  // Checks every field and fills in defaults. Errors: INVALID_ARGUMENT INVALID_FIELD naming the field.
+  virtual absl::Status Validate(GenerateParams& params) const = 0;
+
+  // The text encoders this generation needs, in order; Encode is called once for each.
+  virtual std::vector<std::string> EncoderComponents(const GenerateParams& params) const = 0;
+  virtual absl::Status Encode(const std::string& component, const WeightView& weights,
+                              const GenerateParams& params, Conditioning& conditioning) const = 0;
+
+  // img2img only: the init image as latents [1, C, h, w] (or [N, …] where the posterior is sampled per seed).
+  virtual std::string image_encoder_component() const = 0;
+  virtual absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params) const = 0;
+
+  virtual std::string denoiser_component() const = 0;
+  // `init_latents` is undefined for txt2img. REQUIRES: params passed Validate.
+  virtual absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params,
+                                                          Conditioning conditioning,
+                                                          at::Tensor init_latents) const = 0;
+
+  virtual std::string decoder_component() const = 0;
+  // One picture: latents [1, C, h, w] → uint8 [H, W, 3].
+  virtual absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents) const = 0;
+
+  // A small picture of unfinished latents [1, C, h, w] → uint8 [h, w, 3], by a linear map; undefined when
+  // the model has none.
+  virtual at::Tensor Preview(const at::Tensor& latents) const = 0;
+
+  // Upper estimate of activation bytes of a phase on `component` for this request.
+  virtual int64_t WorkingBytes(const std::string& component, const GenerateParams& params) const = 0;
+};
+
+// The files that make up one model under a root.
+struct ModelFiles {
+  std::string name;    // what clients call it
+  std::string folder;  // a diffusers folder (has model_index.json); else empty
+  std::string file;    // a single-file denoiser; else empty
+  // For a single file: the folder of the model that lends text encoders, VAE and scheduler.
+  std::string base_folder;
+};
+
+class Family {
+ public:
+  virtual ~Family() = default;
+  virtual absl::string_view name() const = 0;
+
+  // True when the files are of this family. Looks at names only (model_index.json, tensor names).
+  virtual bool Detect(const ModelFiles& files) const = 0;
+
+  // Reads configs and headers, no weights. Errors: those of WeightFiles::Open; FAILED_PRECONDITION
+  // UNSUPPORTED_MODEL with what is not understood.
+  virtual absl::StatusOr<std::unique_ptr<Pipeline>> Open(const ModelFiles& files) const = 0;
+};
+
+// All families, by detection order. Adding one is adding a row in registry.cc.
+const std::vector<const Family*>& AllFamilies();
+
+}  // namespace latentd
+
+#endif  // LATENTD_FAMILIES_FAMILY_H_

@@ -1,0 +1,77 @@
+// Turns PatchSpecs into an Overlay for one component. The one place where patches are applied: every
+// encoder, denoiser, expert or tile goes through Apply().
+//
+//   std::vector<PatchSpec> specs = …;                     // the session's LoRAs
+//   ASSIGN_OR_RETURN(auto overlay, LayerPatcher::Apply(weights, target, std::move(specs), options, &report));
+//   WeightView view(weights, overlay.get());
+#ifndef LATENTD_PATCHER_LAYER_PATCHER_H_
+#define LATENTD_PATCHER_LAYER_PATCHER_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <stop_token>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "cache/device.h"
+#include "cache/weight_set.h"
+#include "patcher/overlay.h"
+#include "patcher/patch_target.h"
+
+namespace latentd {
+
+// How a patch meets its weight.
+//   direct   added to a copy of the weight: all deltas of a tensor summed in fp32, rounded once
+//   sidecar  computed beside it at each call
+//   auto     per tensor, from the weight's storage form and the kind of layer alone: low-rank layers go
+//            sidecar. Never from what happens to be resident, so the same request gives the same bytes
+enum class PatchMode { kAuto, kDirect, kSidecar };
+
+struct ApplyOptions {
+  PatchMode mode = PatchMode::kAuto;
+  at::ScalarType compute = at::kFloat;
+  Device* device = nullptr;  // whose budget the overlay's own tensors are charged to; null = uncharged
+  std::string owner;         // for that reservation
+  std::stop_token stop;      // checked per layer
+};
+
+// What became of one patch, for the client. Counts are layers of the file.
+struct PatchReport {
+  std::string name;
+  std::string format;
+  double weight = 1;
+  int64_t layers_in_file = 0;
+  std::map<std::string, int64_t> matched;  // by component
+  std::vector<std::string> unmatched;      // layer names that no component has, at most kSampleKeys
+  int64_t unmatched_count = 0;
+  int64_t direct_tensors = 0;   // filled in by Apply
+  int64_t sidecar_tensors = 0;  // filled in by Apply
+};
+
+inline constexpr size_t kSampleKeys = 5;
+
+class LayerPatcher {
+ public:
+  // Resolves every layer of `patch` against all components of a model and checks shapes, without touching a
+  // weight. Errors: FAILED_PRECONDITION LORA_MISMATCH when nothing matches (with sample keys) or a shape
+  // does not fit (with the layer).
+  static absl::StatusOr<PatchReport> Match(const ModelPatch& patch, const std::string& name, double weight,
+                                           absl::Span<const PatchTarget> targets);
+
+  // Overlay of `specs` on the component that `target` describes. Layers for other components are left
+  // alone; specs of weight 0 are held but change nothing. The specs are taken in order of name, so A+B and
+  // B+A are one set. Returns null when nothing applies to this component, and then the specs end.
+  // `reports`, when given, holds one report per spec in order of name; mode counts are added to it.
+  static absl::StatusOr<std::shared_ptr<const Overlay>> Apply(const WeightSet& weights,
+                                                              const PatchTarget& target,
+                                                              std::vector<PatchSpec> specs,
+                                                              const ApplyOptions& options,
+                                                              std::vector<PatchReport>* reports = nullptr);
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_PATCHER_LAYER_PATCHER_H_

@@ -1,0 +1,60 @@
+// A parsed LoRA-like file: the layers that it holds, under the names that the file gives them.
+//
+// Parsing knows no model. Which component and tensor a layer belongs to is found when the patch is applied
+// (LayerPatcher) or inspected. Immutable; cached like a component, with host bytes counted in full.
+#ifndef LATENTD_PATCHER_MODEL_PATCH_H_
+#define LATENTD_PATCHER_MODEL_PATCH_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+#include "cache/resource.h"
+#include "cache/weight_files.h"
+
+namespace latentd {
+
+// Low-rank difference of one linear layer: ΔW = scale · up · down, scale = alpha / rank, or 1 without alpha.
+// Formula: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
+struct LoraLayer {
+  std::string name;     // module path as in the file, suffix taken off
+  at::Tensor down;      // [rank, in], storage type of the file
+  at::Tensor up;        // [out, rank]
+  double scale = 1;     // alpha / rank
+  bool has_alpha = false;
+  int64_t rank() const { return down.size(0); }
+};
+
+class ModelPatch : public Resource {
+ public:
+  // Parses and checks a file. All of it or nothing: a file with keys of a kind that is not supported is
+  // refused, not applied in part. Errors: DATA_LOSS CORRUPT_FILE; INVALID_ARGUMENT INVALID_LORA (a pair
+  // incomplete, shapes that do not fit each other, alpha or a value not finite, no layer at all);
+  // UNIMPLEMENTED UNSUPPORTED_LORA with the layer type and sample keys.
+  static absl::StatusOr<std::shared_ptr<const ModelPatch>> Load(std::shared_ptr<const WeightFiles> files,
+                                                                const LoadContext& context);
+
+  const std::vector<LoraLayer>& layers() const { return layers_; }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  // "diffusers/PEFT", "kohya", "BFL (native names)": how the file names its layers.
+  const std::string& format() const { return format_; }
+
+  int64_t bytes() const override { return bytes_; }
+  absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device& device, std::stop_token stop) const override;
+  absl::Status Check() const override { return files_ ? files_->Check() : absl::OkStatus(); }
+
+ private:
+  std::vector<LoraLayer> layers_;
+  std::map<std::string, std::string> metadata_;
+  std::string format_;
+  std::shared_ptr<const WeightFiles> files_;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_PATCHER_MODEL_PATCH_H_

@@ -1,0 +1,31 @@
+// Where a LoRA finds its layers: one component of a model as patches name it.
+#ifndef LATENTD_PATCHER_PATCH_TARGET_H_
+#define LATENTD_PATCHER_PATCH_TARGET_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cache/component_layout.h"
+#include "cache/key_map.h"
+
+namespace latentd {
+
+// Filled in by the family; data only. Key maps live as long as the program.
+struct PatchTarget {
+  std::string component;  // "transformer"
+  std::shared_ptr<const ComponentLayout> layout;
+
+  // Layouts that LoRA files for this component use besides the canonical one.
+  std::vector<const KeyMap*> key_maps;
+
+  // What stands before a module path with dots ("transformer.", "diffusion_model."). "" = bare paths.
+  std::vector<std::string> dotted_prefixes;
+
+  // What stands before a module path whose dots became underscores ("lora_unet_", "lora_te1_").
+  std::vector<std::string> flat_prefixes;
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_PATCHER_PATCH_TARGET_H_

@@ -1,0 +1,52 @@
+// What network code reads its weights through: immutable base weights plus the overlay of a session.
+//
+// The network asks for a tensor or for a linear layer by Slot; whether that is the base weight, a merged
+// copy, or the base with low-rank patches computed beside it, is the view's business. Nothing ever writes
+// to a base tensor.
+//
+// A view borrows: base and overlay must outlive it. One thread at a time (it owns a scratch buffer).
+#ifndef LATENTD_PATCHER_WEIGHT_VIEW_H_
+#define LATENTD_PATCHER_WEIGHT_VIEW_H_
+
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "cache/weight_set.h"
+
+namespace latentd {
+
+class Overlay;
+
+class WeightView {
+ public:
+  // `overlay` may be null: the base alone. `compute` is the type that the network computes in, apart from
+  // the type that weights are stored in: fp32 on a CPU.
+  WeightView(const WeightSet& base, const Overlay* overlay, at::ScalarType compute = at::kFloat);
+
+  at::ScalarType compute_type() const { return compute_; }
+
+  // The tensor in the compute type. Vectors are converted once per view, larger ones at each call.
+  // REQUIRES: slot is not empty.
+  at::Tensor operator()(Slot slot) const;
+
+  // The tensor as stored, merged where the overlay says so; for look-ups that convert what they took.
+  const at::Tensor& Stored(Slot slot) const;
+
+  // y = x·Wᵀ + b, plus what the overlay computes beside it. x: [..., in], in the compute type. `bias` may be
+  // an empty Slot. The result is in the compute type.
+  at::Tensor Linear(Slot weight, Slot bias, const at::Tensor& x) const;
+
+ private:
+  const at::Tensor& ComputeWeight(Slot slot) const;
+
+  const WeightSet& base_;
+  const Overlay* overlay_;
+  at::ScalarType compute_;
+  std::vector<at::Tensor> vectors_;  // by slot: vectors in the compute type, else undefined
+  mutable at::Tensor scratch_;       // a weight on its way from storage to compute type
+  mutable at::Tensor shaped_;
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_PATCHER_WEIGHT_VIEW_H_
