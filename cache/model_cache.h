@@ -249,11 +249,11 @@ class ModelCache : public Reclaimer {
   absl::StatusOr<LockHandle> Load(const ModelKey& key, const Loader& loader, const LockOptions& options,
                                   const std::shared_ptr<Loading>& loading, Reservation* promised);
   LockHandle AddLock(const RecordPtr& record, const std::string& owner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Unlock(const RecordPtr& record, const std::string& owner);
+  void Unlock(RecordPtr record, const std::string& owner);
   void UnlockDevice(const RecordPtr& record, Device* device);
   // Takes an unlocked record out of the cache; the caller lets the pointers go after the mutex.
   void Evict(const RecordPtr& record, std::vector<RecordPtr>& gone) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  int64_t EvictUnlocked(int64_t bytes, int64_t& counter);
+  int64_t EvictUnlocked(int64_t bytes, int64_t CacheStats::*counter);
   int64_t ReclaimDevice(Device* device, int64_t bytes);
   Held HeldOnDevice(Device* device) const;
 

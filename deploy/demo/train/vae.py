@@ -199,5 +199,9 @@ def encode_pictures(vae: AutoencoderKL, images: list[Image.Image]) -> torch.Tens
     return ((latents - vae.config.shift_factor) * vae.config.scaling_factor).half()
 
 
+def load(folder: Path) -> AutoencoderKL:
+    return AutoencoderKL.from_pretrained(folder).to(memory_format=torch.channels_last)
+
+
 def save(vae: AutoencoderKL, folder: Path) -> None:
     vae.save_pretrained(folder)

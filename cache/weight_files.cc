@@ -1,0 +1,326 @@
+#include "cache/weight_files.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+
+#include "ATen/ATen.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "cache/error.h"
+#include "cache/mapped_file.h"
+#include "cache/shard_index.h"
+
+namespace latentd {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Every loader keeps to it, so that no kernel takes another path for the same numbers.
+constexpr uintptr_t kTensorAlignment = 16;
+
+at::ScalarType ToScalarType(DType dtype) {
+  switch (dtype) {
+    case DType::kF64: return at::kDouble;
+    case DType::kF32: return at::kFloat;
+    case DType::kF16: return at::kHalf;
+    case DType::kBF16: return at::kBFloat16;
+    case DType::kF8E4M3: return at::kFloat8_e4m3fn;
+    case DType::kF8E5M2: return at::kFloat8_e5m2;
+    case DType::kI64: return at::kLong;
+    case DType::kI32: return at::kInt;
+    case DType::kI16: return at::kShort;
+    case DType::kI8: return at::kChar;
+    case DType::kU8: return at::kByte;
+    case DType::kBool: return at::kBool;
+  }
+  return at::kFloat;
+}
+
+absl::Status Truncated(const std::string& base) {
+  return MakeError(absl::StatusCode::kDataLoss, "FILE_TRUNCATED",
+                   absl::StrCat(base, " was cut short while it was in use; restore the file"), {{"file", base}});
+}
+
+std::string BaseName(const std::string& path) { return fs::path(path).filename().string(); }
+
+// Pickles and zip archives (which PyTorch's are) by their first bytes, whatever the file is called.
+bool LooksLikePickle(const uint8_t* data, int64_t size) {
+  if (size < 4) return false;
+  const bool zip = data[0] == 'P' && data[1] == 'K' && data[2] == 3 && data[3] == 4;
+  const bool pickle = data[0] == 0x80 && data[1] >= 2 && data[1] <= 5;
+  return zip || pickle;
+}
+
+// FNV-1a, 64 bits: http://www.isthe.com/chongo/tech/comp/fnv/
+uint64_t Fnv1a(absl::string_view text, uint64_t hash = 14695981039346656037ull) {
+  for (unsigned char c : text) hash = (hash ^ c) * 1099511628211ull;
+  return hash;
+}
+
+// An aligned copy of mapped bytes. Fresh 4-KiB pages cost more than the copying itself, so large tensors ask
+// for huge ones; and the source pages are let go, so that a load peaks at its size and one tensor.
+at::Tensor AlignedCopy(const uint8_t* bytes, const TensorInfo& info, const at::TensorOptions& options) {
+  constexpr int64_t kLarge = 4 << 20;
+  const auto size = static_cast<size_t>(info.bytes);
+  if (info.bytes < kLarge) {
+    at::Tensor copy = at::empty(info.shape, options);  // LibTorch allocates on 64-byte boundaries
+    std::memcpy(copy.data_ptr(), bytes, size);
+    return copy;
+  }
+  void* p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) return {};
+  madvise(p, size, MADV_HUGEPAGE);
+  std::memcpy(p, bytes, size);
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(bytes) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(bytes) + size) / page * page;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  return at::from_blob(p, info.shape, [size](void* q) { munmap(q, size); }, options);
+}
+
+absl::StatusOr<std::string> PickFile(const fs::path& folder) {
+  std::error_code ec;
+  std::vector<std::string> indexes;
+  std::vector<std::string> files;
+  for (const auto& entry : fs::directory_iterator(folder, ec)) {
+    const std::string name = entry.path().filename().string();
+    if (absl::EndsWith(name, ".safetensors.index.json")) indexes.push_back(name);
+    if (absl::EndsWith(name, ".safetensors")) files.push_back(name);
+  }
+  auto pick = [](std::vector<std::string>& names) {
+    // Plain names before variants ("model.safetensors" before "model.fp16.safetensors").
+    std::sort(names.begin(), names.end(), [](const std::string& a, const std::string& b) {
+      return std::make_pair(a.size(), a) < std::make_pair(b.size(), b);
+    });
+    return names.front();
+  };
+  // A whole file wins over shards: then the index belongs to a variant.
+  std::vector<std::string> whole;
+  for (const std::string& f : files) {
+    if (f.find("-of-") == std::string::npos) whole.push_back(f);
+  }
+  if (!whole.empty()) return (folder / pick(whole)).string();
+  if (!indexes.empty()) return (folder / pick(indexes)).string();
+  return MakeError(absl::StatusCode::kNotFound, "FILE_NOT_FOUND",
+                   absl::StrCat("no .safetensors file in ", folder.filename().string()));
+}
+
+}  // namespace
+
+absl::Status WeightFiles::AddFile(const std::string& path) {
+  const std::string base = BaseName(path);
+  ASSIGN_OR_RETURN(std::shared_ptr<MappedFile> mapping, MappedFile::Open(path));
+  if (LooksLikePickle(mapping->data(), mapping->size())) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "UNSAFE_FILE",
+                     absl::StrCat(base, " is a pickle, which can run code; convert it to safetensors"),
+                     {{"file", base}});
+  }
+  uint64_t length = 0;
+  if (mapping->size() >= 8) std::memcpy(&length, mapping->data(), 8);
+  const auto take = static_cast<size_t>(
+      std::min<uint64_t>(static_cast<uint64_t>(mapping->size()),
+                         8 + std::min<uint64_t>(length, static_cast<uint64_t>(kMaxSafetensorsHeader))));
+  auto header = ParseSafetensorsHeader(
+      absl::string_view(reinterpret_cast<const char*>(mapping->data()), take), mapping->size());
+  if (mapping->truncated()) return Truncated(base);
+  if (!header.ok()) return WithPrefix(header.status(), absl::StrCat(base, ": "));
+  files_.push_back({path, std::move(header->tensors), mapping});
+  metadata_.merge(header->metadata);
+  return absl::OkStatus();
+}
+
+void WeightFiles::Finish() {
+  uint64_t hash = Fnv1a("latentd");
+  for (size_t f = 0; f < files_.size(); ++f) {
+    hash = Fnv1a(absl::StrCat(BaseName(files_[f].path), "|", files_[f].mapping->identity(), "|"), hash);
+    for (const TensorInfo& info : files_[f].infos) {
+      tensors_[info.name] = {&info, static_cast<int>(f)};
+      tensor_bytes_ += info.bytes;
+    }
+  }
+  fingerprint_ = absl::StrCat(absl::Hex(hash, absl::kZeroPad16));
+}
+
+absl::StatusOr<std::shared_ptr<const WeightFiles>> WeightFiles::Open(const std::string& path) {
+  std::string file = path;
+  std::error_code ec;
+  if (fs::is_directory(path, ec)) {
+    ASSIGN_OR_RETURN(file, PickFile(path));
+  }
+  auto files = std::make_shared<WeightFiles>();
+  if (absl::EndsWith(file, ".json")) {
+    ASSIGN_OR_RETURN(std::vector<std::string> shards, ReadShardIndex(file));
+    files->files_.reserve(shards.size());
+    for (const std::string& shard : shards) {
+      RETURN_IF_ERROR(files->AddFile((fs::path(file).parent_path() / shard).string()));
+    }
+  } else {
+    RETURN_IF_ERROR(files->AddFile(file));
+  }
+  files->Finish();
+  return files;
+}
+
+absl::Status WeightFiles::Check() const {
+  for (const File& file : files_) {
+    if (file.mapping->truncated()) return Truncated(BaseName(file.path));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<at::Tensor> WeightFiles::Read(absl::string_view name) const {
+  const Entry& entry = tensors_.at(std::string(name));
+  const File& file = files_[static_cast<size_t>(entry.file)];
+  const TensorInfo& info = *entry.info;
+  auto options = at::TensorOptions().dtype(ToScalarType(info.dtype));
+  const uint8_t* bytes = file.mapping->data() + info.offset;
+  if (info.bytes == 0) return at::empty(info.shape, options);
+  if (reinterpret_cast<uintptr_t>(bytes) % kTensorAlignment == 0) {
+    return at::from_blob(const_cast<uint8_t*>(bytes), info.shape,
+                         [mapping = file.mapping](void*) mutable { mapping.reset(); }, options);
+  }
+  at::Tensor copy = AlignedCopy(bytes, info, options);
+  if (!copy.defined()) {
+    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+                     absl::StrCat("no memory for tensor ", info.name, " of ", info.bytes, " bytes"));
+  }
+  if (file.mapping->truncated()) return Truncated(BaseName(file.path));
+  return copy;
+}
+
+// ------------------------------------------------------------------------------------------- LoadWeights
+
+namespace {
+
+// Names that checkpoints carry and no network uses.
+bool IsIgnored(absl::string_view name, const ComponentLayout& layout) {
+  if (absl::EndsWith(name, ".position_ids") || absl::EndsWith(name, ".num_batches_tracked")) return true;
+  if (name == "position_ids" || name == "logit_scale" || name == "spiece_model" || name == "scaled_fp8") return true;
+  // T5 files name the tied embedding once or twice.
+  return name == "encoder.embed_tokens.weight" && layout.Find("shared.weight");
+}
+
+struct Assigned {
+  Slot slot;
+  std::string source;
+  int64_t row_begin = 0;
+  int64_t rows = -1;  // -1: the whole tensor
+  KeyTransform transform = KeyTransform::kNone;
+};
+
+// "a.b.weight" → {"a.b", ".weight"}; ".scale" is a weight by another name.
+std::pair<absl::string_view, std::string> SplitSuffix(absl::string_view name) {
+  const size_t dot = name.rfind('.');
+  if (dot == absl::string_view::npos) return {name, ""};
+  std::string suffix(name.substr(dot));
+  return {name.substr(0, dot), suffix == ".scale" ? ".weight" : suffix};
+}
+
+std::string Shape(at::IntArrayRef shape) { return absl::StrCat("[", absl::StrJoin(shape, ", "), "]"); }
+
+absl::Status Mismatch(absl::string_view what, const std::vector<std::string>& names) {
+  const size_t shown = std::min<size_t>(names.size(), 5);
+  std::string sample = absl::StrJoin(names.begin(), names.begin() + static_cast<ptrdiff_t>(shown), ", ");
+  return MakeError(absl::StatusCode::kFailedPrecondition, "WEIGHTS_MISMATCH",
+                   absl::StrCat(names.size(), " ", what, ": ", sample, names.size() > shown ? ", …" : ""),
+                   {{"count", absl::StrCat(names.size())}, {"sample", sample}});
+}
+
+absl::Status AddAssignments(absl::string_view source, absl::string_view name, const ComponentLayout& layout,
+                            const KeyMap* key_map, std::vector<std::vector<Assigned>>& by_slot, bool& used) {
+  used = true;
+  if (Slot slot = layout.Find(name)) {
+    by_slot[static_cast<size_t>(slot.index)].push_back({slot, std::string(source)});
+    return absl::OkStatus();
+  }
+  if (name == "encoder.embed_tokens.weight") {
+    if (Slot slot = layout.Find("shared.weight")) {
+      by_slot[static_cast<size_t>(slot.index)].push_back({slot, std::string(source)});
+      return absl::OkStatus();
+    }
+  }
+  if (key_map != nullptr) {
+    auto [module, suffix] = SplitSuffix(name);
+    bool any = false;
+    for (const KeyPart& part : key_map->Resolve(module, layout)) {
+      if (Slot slot = layout.Find(part.canonical + suffix)) {
+        any = true;
+        by_slot[static_cast<size_t>(slot.index)].push_back(
+            {slot, std::string(source), part.row_begin, part.rows, part.transform});
+      }
+    }
+    if (any) return absl::OkStatus();
+  }
+  used = IsIgnored(name, layout);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<const WeightFiles> files,
+                                                             std::shared_ptr<const ComponentLayout> layout,
+                                                             const KeyMap* key_map, absl::string_view prefix,
+                                                             const LoadContext& context) {
+  const auto& decls = layout->tensors();
+  std::vector<std::vector<Assigned>> by_slot(decls.size());
+  std::vector<std::string> unused;
+  for (const auto& [source, entry] : files->tensors()) {
+    absl::string_view name = source;
+    if (!prefix.empty() && !absl::ConsumePrefix(&name, prefix)) continue;
+    bool used = false;
+    RETURN_IF_ERROR(AddAssignments(source, name, *layout, key_map, by_slot, used));
+    if (!used) unused.push_back(source);
+  }
+  std::vector<std::string> missing;
+  for (size_t i = 0; i < decls.size(); ++i) {
+    if (by_slot[i].empty()) missing.push_back(decls[i].name);
+  }
+  if (!missing.empty()) return Mismatch("tensors are missing", missing);
+  if (!unused.empty()) return Mismatch("tensors are not known to this architecture", unused);
+
+  std::vector<Weight> weights(decls.size());
+  const int64_t total = files->tensor_bytes();
+  int64_t done = 0;
+  for (size_t i = 0; i < decls.size(); ++i) {
+    if (context.cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "load cancelled");
+    const Assigned& from = by_slot[i].front();
+    ASSIGN_OR_RETURN(at::Tensor tensor, files->Read(from.source));
+    if (!at::isFloatingType(tensor.scalar_type()) || at::isFloat8Type(tensor.scalar_type()) ||
+        tensor.scalar_type() == at::kDouble) {
+      return MakeError(absl::StatusCode::kUnimplemented, "UNSUPPORTED_DTYPE",
+                       absl::StrCat("tensor ", from.source, " is ", at::toString(tensor.scalar_type()),
+                                    "; weights are read in fp32, fp16 or bf16"),
+                       {{"tensor", from.source}});
+    }
+    if (from.transform == KeyTransform::kSqueezeConv && tensor.dim() == 4) tensor = tensor.flatten(1);
+    if (from.rows >= 0 && tensor.dim() >= 1) {
+      if (from.row_begin + from.rows > tensor.size(0)) {
+        return Mismatch("tensors have too few rows", {absl::StrCat(from.source, " ", Shape(tensor.sizes()))});
+      }
+      tensor = tensor.narrow(0, from.row_begin, from.rows);
+    }
+    if (from.transform == KeyTransform::kSwapHalves) {
+      auto halves = tensor.chunk(2, 0);
+      tensor = at::cat({halves[1], halves[0]}, 0);
+    }
+    if (tensor.sizes() != at::IntArrayRef(decls[i].shape)) {
+      return Mismatch("tensors have another shape", {absl::StrCat(from.source, " ", Shape(tensor.sizes()), " where ",
+                                                                  decls[i].name, " is ", Shape(decls[i].shape))});
+    }
+    if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kTensorAlignment != 0) tensor = tensor.clone();
+    done += static_cast<int64_t>(tensor.nbytes());
+    context.Progress(done, total);
+    weights[i].data = std::move(tensor);
+  }
+  RETURN_IF_ERROR(files->Check());
+  return std::make_shared<const WeightSet>(std::move(layout), std::move(weights), [files] { return files->Check(); });
+}
+
+}  // namespace latentd

@@ -1,0 +1,253 @@
+#include "families/config/json_config.h"
+
+#include <cmath>
+#include <fstream>
+#include <sstream>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "nlohmann/json.hpp"
+
+namespace latentd {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr int kMaxDepth = 32;
+
+absl::Status Corrupt(const std::string& label, absl::string_view what) {
+  return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE", absl::StrCat(label, ": ", what),
+                   {{"file", label}});
+}
+
+absl::Status OutOfRange(const std::string& label, absl::string_view key, absl::string_view value) {
+  return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
+                   absl::StrCat(label, ": ", key, " = ", value, " is not supported"),
+                   {{"file", label}, {"key", std::string(key)}, {"value", std::string(value)}});
+}
+
+}  // namespace
+
+struct JsonConfig::Impl {
+  Json json = Json::object();
+
+  const Json* Find(absl::string_view key) const {
+    auto it = json.find(std::string(key));
+    return it == json.end() || it->is_null() ? nullptr : &*it;
+  }
+};
+
+JsonConfig::JsonConfig(std::string label, std::unique_ptr<Impl> impl)
+    : label_(std::move(label)), impl_(std::move(impl)) {}
+JsonConfig::JsonConfig(JsonConfig&&) noexcept = default;
+JsonConfig& JsonConfig::operator=(JsonConfig&&) noexcept = default;
+JsonConfig::~JsonConfig() = default;
+
+absl::StatusOr<JsonConfig> JsonConfig::Load(const std::string& path, int64_t max_bytes) {
+  ASSIGN_OR_RETURN(std::string text, ReadTextFile(path, max_bytes));
+  return Parse(text, ShortPath(path));
+}
+
+absl::StatusOr<JsonConfig> JsonConfig::Parse(absl::string_view text, const std::string& label) {
+  bool too_deep = false;
+  const Json::parser_callback_t limit_depth = [&](int depth, Json::parse_event_t, Json&) {
+    if (depth > kMaxDepth) too_deep = true;
+    return !too_deep;
+  };
+  auto impl = std::make_unique<Impl>();
+  impl->json = Json::parse(text.begin(), text.end(), limit_depth, /*allow_exceptions=*/false);
+  if (too_deep) return Corrupt(label, "JSON is nested too deeply");
+  if (!impl->json.is_object()) return Corrupt(label, "not a JSON object");
+  return JsonConfig(label, std::move(impl));
+}
+
+bool JsonConfig::Has(absl::string_view key) const { return impl_->Find(key) != nullptr; }
+
+absl::Status JsonConfig::WrongType(absl::string_view key, absl::string_view wanted) const {
+  return Corrupt(label_, absl::StrCat(key, " is not ", wanted));
+}
+
+void JsonConfig::Fail(absl::Status status) {
+  if (status_.ok()) status_ = std::move(status);
+}
+
+int64_t JsonConfig::Int(absl::string_view key, int64_t fallback, int64_t min, int64_t max) {
+  const Json* value = impl_->Find(key);
+  if (value == nullptr) return fallback;
+  if (!value->is_number_integer()) {
+    Fail(WrongType(key, "an integer"));
+    return fallback;
+  }
+  const bool fits = !value->is_number_unsigned() || value->get<uint64_t>() <= static_cast<uint64_t>(INT64_MAX);
+  const int64_t number = fits ? value->get<int64_t>() : 0;
+  if (!fits || number < min || number > max) {
+    Fail(OutOfRange(label_, key, value->dump()));
+    return fallback;
+  }
+  return number;
+}
+
+double JsonConfig::Double(absl::string_view key, double fallback, double min, double max) {
+  const Json* value = impl_->Find(key);
+  if (value == nullptr) return fallback;
+  if (!value->is_number()) {
+    Fail(WrongType(key, "a number"));
+    return fallback;
+  }
+  const double number = value->get<double>();
+  if (!(number >= min && number <= max)) {
+    Fail(OutOfRange(label_, key, value->dump()));
+    return fallback;
+  }
+  return number;
+}
+
+bool JsonConfig::Bool(absl::string_view key, bool fallback) {
+  const Json* value = impl_->Find(key);
+  if (value == nullptr) return fallback;
+  if (!value->is_boolean()) {
+    Fail(WrongType(key, "true or false"));
+    return fallback;
+  }
+  return value->get<bool>();
+}
+
+std::string JsonConfig::String(absl::string_view key, absl::string_view fallback) {
+  const Json* value = impl_->Find(key);
+  if (value == nullptr) return std::string(fallback);
+  if (!value->is_string()) {
+    Fail(WrongType(key, "a string"));
+    return std::string(fallback);
+  }
+  return value->get<std::string>();
+}
+
+std::vector<int64_t> JsonConfig::Ints(absl::string_view key, std::vector<int64_t> fallback, int64_t min,
+                                      int64_t max) {
+  const Json* value = impl_->Find(key);
+  if (value == nullptr) return fallback;
+  std::vector<int64_t> numbers;
+  if (value->is_array()) {
+    for (const Json& element : *value) {
+      if (!element.is_number_integer()) {
+        Fail(WrongType(key, "an array of integers"));
+        return fallback;
+      }
+      const int64_t number = element.get<int64_t>();
+      if (number < min || number > max) {
+        Fail(OutOfRange(label_, key, value->dump()));
+        return fallback;
+      }
+      numbers.push_back(number);
+    }
+    return numbers;
+  }
+  Fail(WrongType(key, "an array"));
+  return fallback;
+}
+
+std::vector<double> JsonConfig::Doubles(absl::string_view key) {
+  std::vector<double> numbers;
+  const Json* value = impl_->Find(key);
+  if (value == nullptr) return numbers;
+  auto take = [&](const Json& element) {
+    if (!element.is_number() || !std::isfinite(element.get<double>())) return false;
+    numbers.push_back(element.get<double>());
+    return true;
+  };
+  bool good = value->is_array();
+  if (good) {
+    for (const Json& row : *value) {
+      if (row.is_array()) {
+        for (const Json& element : row) good = good && take(element);
+      } else {
+        good = good && take(row);
+      }
+    }
+  }
+  if (!good) Fail(WrongType(key, "an array of numbers"));
+  return numbers;
+}
+
+std::vector<std::pair<std::string, int64_t>> JsonConfig::IntMap(absl::string_view key) {
+  std::vector<std::pair<std::string, int64_t>> pairs;
+  const Json* value = key.empty() ? &impl_->json : impl_->Find(key);
+  if (value == nullptr || !value->is_object()) {
+    Fail(WrongType(key, "an object"));
+    return pairs;
+  }
+  for (const auto& [name, number] : value->items()) {
+    if (!number.is_number_integer()) {
+      Fail(WrongType(name, "an integer"));
+      return {};
+    }
+    pairs.emplace_back(name, number.get<int64_t>());
+  }
+  return pairs;
+}
+
+std::vector<std::pair<std::string, std::string>> JsonConfig::StringPairs(absl::string_view key) {
+  std::vector<std::pair<std::string, std::string>> pairs;
+  const Json* value = impl_->Find(key);
+  bool good = value != nullptr && value->is_array();
+  if (good) {
+    for (const Json& row : *value) {
+      if (row.is_array() && row.size() == 2 && row[0].is_string() && row[1].is_string()) {
+        pairs.emplace_back(row[0].get<std::string>(), row[1].get<std::string>());
+        continue;
+      }
+      const std::string text = row.is_string() ? row.get<std::string>() : "";
+      const size_t space = text.find(' ');
+      good = good && space != std::string::npos;
+      if (good) pairs.emplace_back(text.substr(0, space), text.substr(space + 1));
+    }
+  }
+  if (!good) Fail(WrongType(key, "an array of pairs"));
+  return pairs;
+}
+
+std::string JsonConfig::Token(absl::string_view key, absl::string_view fallback) {
+  const Json* value = impl_->Find(key);
+  if (value == nullptr || !value->is_object()) return String(key, fallback);
+  return Object(key).String("content", fallback);
+}
+
+JsonConfig JsonConfig::Object(absl::string_view key) {
+  auto impl = std::make_unique<Impl>();
+  const Json* value = impl_->Find(key);
+  if (value != nullptr) {
+    if (value->is_object()) {
+      impl->json = *value;
+    } else {
+      Fail(WrongType(key, "an object"));
+    }
+  }
+  return JsonConfig(absl::StrCat(label_, " ", key), std::move(impl));
+}
+
+absl::StatusOr<std::string> ReadTextFile(const std::string& path, int64_t max_bytes) {
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  const std::string label = ShortPath(path);
+  const std::streamoff size = file ? static_cast<std::streamoff>(file.tellg()) : -1;
+  if (size < 0) {
+    return MakeError(absl::StatusCode::kNotFound, "MISSING_FILE", absl::StrCat("cannot read ", label),
+                     {{"file", label}});
+  }
+  if (size > max_bytes) {
+    return Corrupt(label, absl::StrCat("is ", size, " bytes; at most ", max_bytes, " are read"));
+  }
+  std::string text(static_cast<size_t>(size), '\0');
+  file.seekg(0);
+  if (!file.read(text.data(), size)) return Corrupt(label, "cannot be read to its end");
+  return text;
+}
+
+std::string ShortPath(absl::string_view path) {
+  size_t slash = path.rfind('/');
+  if (slash == absl::string_view::npos || slash == 0) return std::string(path);
+  slash = path.rfind('/', slash - 1);
+  return std::string(slash == absl::string_view::npos ? path : path.substr(slash + 1));
+}
+
+}  // namespace latentd

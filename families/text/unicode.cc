@@ -1,0 +1,147 @@
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include "families/text/unicode.h"
+
+#include <pcre2.h>
+#include <utf8proc.h>
+
+#include <cstdlib>
+
+#include "absl/base/internal/raw_logging.h"
+
+namespace latentd {
+namespace {
+
+constexpr utf8proc_int32_t kReplacement = 0xFFFD;
+
+const utf8proc_uint8_t* Bytes(absl::string_view text) {
+  return reinterpret_cast<const utf8proc_uint8_t*>(text.data());
+}
+
+void Append(utf8proc_int32_t code, std::string& out) {
+  utf8proc_uint8_t buffer[4];
+  const utf8proc_ssize_t n = utf8proc_encode_char(code, buffer);
+  out.append(reinterpret_cast<const char*>(buffer), static_cast<size_t>(n));
+}
+
+// Takes the first character off `text`; -1 for an invalid byte.
+utf8proc_int32_t Next(absl::string_view& text) {
+  utf8proc_int32_t code = -1;
+  const utf8proc_ssize_t n = utf8proc_iterate(Bytes(text), static_cast<utf8proc_ssize_t>(text.size()), &code);
+  text.remove_prefix(n > 0 ? static_cast<size_t>(n) : 1);
+  return n > 0 ? code : -1;
+}
+
+// Unicode property White_Space.
+bool IsWhitespace(utf8proc_int32_t c) {
+  return (c >= 0x9 && c <= 0xD) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
+         (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
+}
+
+}  // namespace
+
+std::string ValidUtf8(absl::string_view text) {
+  std::string out;
+  out.reserve(text.size());
+  while (!text.empty()) {
+    const utf8proc_int32_t code = Next(text);
+    Append(code < 0 ? kReplacement : code, out);
+  }
+  return out;
+}
+
+std::string Nfc(absl::string_view text) {
+  utf8proc_uint8_t* mapped = nullptr;
+  const utf8proc_ssize_t n =
+      utf8proc_map(Bytes(text), static_cast<utf8proc_ssize_t>(text.size()), &mapped,
+                   static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE));
+  if (n < 0) return std::string(text);
+  std::string out(reinterpret_cast<const char*>(mapped), static_cast<size_t>(n));
+  std::free(mapped);
+  return out;
+}
+
+std::string LowerCase(absl::string_view text) {
+  constexpr utf8proc_int32_t kCapitalIWithDot = 0x130;  // the one character whose lower case is two
+  std::string out;
+  out.reserve(text.size());
+  while (!text.empty()) {
+    const utf8proc_int32_t code = Next(text);
+    if (code == kCapitalIWithDot) {
+      out += "i\u0307";
+    } else {
+      Append(utf8proc_tolower(code), out);
+    }
+  }
+  return out;
+}
+
+std::string CollapseWhitespace(absl::string_view text) {
+  std::string out;
+  out.reserve(text.size());
+  bool in_run = false;
+  while (!text.empty()) {
+    const utf8proc_int32_t code = Next(text);
+    const bool space = IsWhitespace(code);
+    if (!space) Append(code, out);
+    if (space && !in_run) out += ' ';
+    in_run = space;
+  }
+  return out;
+}
+
+std::vector<TextPiece> SplitAtTokens(absl::string_view text, const std::vector<std::string>& tokens) {
+  std::vector<TextPiece> pieces;
+  size_t begin = 0;
+  for (size_t at = 0; at < text.size();) {
+    int found = -1;
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      const bool longer = found < 0 || tokens[i].size() > tokens[static_cast<size_t>(found)].size();
+      if (!tokens[i].empty() && longer && text.compare(at, tokens[i].size(), tokens[i]) == 0) {
+        found = static_cast<int>(i);
+      }
+    }
+    if (found < 0) {
+      ++at;
+      continue;
+    }
+    const size_t size = tokens[static_cast<size_t>(found)].size();
+    if (at > begin) pieces.push_back({text.substr(begin, at - begin), -1});
+    pieces.push_back({text.substr(at, size), found});
+    at += size;
+    begin = at;
+  }
+  if (begin < text.size()) pieces.push_back({text.substr(begin), -1});
+  return pieces;
+}
+
+struct Pattern::Impl {
+  pcre2_code* code = nullptr;
+};
+
+Pattern::Pattern(const char* expression) : impl_(std::make_unique<Impl>()) {
+  int error = 0;
+  PCRE2_SIZE offset = 0;
+  impl_->code = pcre2_compile(reinterpret_cast<PCRE2_SPTR>(expression), PCRE2_ZERO_TERMINATED,
+                              PCRE2_UTF | PCRE2_UCP, &error, &offset, nullptr);
+  ABSL_INTERNAL_CHECK(impl_->code != nullptr, "a pattern of the program does not compile");
+}
+
+Pattern::~Pattern() { pcre2_code_free(impl_->code); }
+
+std::vector<absl::string_view> Pattern::FindAll(absl::string_view text) const {
+  std::vector<absl::string_view> matches;
+  pcre2_match_data* data = pcre2_match_data_create_from_pattern(impl_->code, nullptr);
+  const auto* subject = reinterpret_cast<PCRE2_SPTR>(text.data());
+  for (PCRE2_SIZE at = 0; at < text.size();) {
+    const int n = pcre2_match(impl_->code, subject, text.size(), at, PCRE2_NO_UTF_CHECK, data, nullptr);
+    if (n < 1) break;
+    const PCRE2_SIZE* range = pcre2_get_ovector_pointer(data);
+    if (range[1] <= range[0]) break;  // the patterns here match no empty text
+    matches.push_back(text.substr(range[0], range[1] - range[0]));
+    at = range[1];
+  }
+  pcre2_match_data_free(data);
+  return matches;
+}
+
+}  // namespace latentd

@@ -1,0 +1,55 @@
+// Text clean-up that tokenizers ask for. UTF-8 in, UTF-8 out; pure functions, any thread.
+#ifndef LATENTD_FAMILIES_TEXT_UNICODE_H_
+#define LATENTD_FAMILIES_TEXT_UNICODE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+
+namespace latentd {
+
+// `text` with each invalid byte replaced by U+FFFD. The functions below expect valid text.
+std::string ValidUtf8(absl::string_view text);
+
+// Normalisation form C.
+std::string Nfc(absl::string_view text);
+
+// Every character by its own lower-case mapping, without regard to its neighbours.
+std::string LowerCase(absl::string_view text);
+
+// Each run of characters with the property White_Space becomes one space.
+std::string CollapseWhitespace(absl::string_view text);
+
+// A piece of text between, or equal to, special tokens.
+struct TextPiece {
+  absl::string_view text;
+  int special = -1;  // index of the special token that this is, or -1
+};
+
+// Cuts `text` at every occurrence of one of `tokens`; of two that start at one place, the longer wins. Empty
+// pieces are left out. The pieces point into `text`.
+std::vector<TextPiece> SplitAtTokens(absl::string_view text, const std::vector<std::string>& tokens);
+
+// A compiled regular expression with Unicode classes. Immutable; any thread.
+class Pattern {
+ public:
+  // REQUIRES: `expression` is valid; it is part of the program.
+  explicit Pattern(const char* expression);
+  ~Pattern();
+  Pattern(const Pattern&) = delete;
+  Pattern& operator=(const Pattern&) = delete;
+
+  // All matches, left to right. They point into `text`, which is valid UTF-8.
+  std::vector<absl::string_view> FindAll(absl::string_view text) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_FAMILIES_TEXT_UNICODE_H_

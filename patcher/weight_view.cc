@@ -1,0 +1,53 @@
+#include "patcher/weight_view.h"
+
+#include "ATen/ATen.h"
+#include "patcher/overlay.h"
+
+namespace latentd {
+
+WeightView::WeightView(const WeightSet& base, const Overlay* overlay, at::ScalarType compute)
+    : base_(base), overlay_(overlay), compute_(compute) {
+  const auto& decls = base.layout().tensors();
+  vectors_.resize(decls.size());
+  for (size_t i = 0; i < decls.size(); ++i) {
+    const at::Tensor& stored = Stored(Slot{static_cast<int32_t>(i)});
+    if (stored.scalar_type() == compute_ || stored.dim() != 1) continue;
+    vectors_[i] = stored.to(compute_);
+  }
+}
+
+const at::Tensor& WeightView::Stored(Slot slot) const {
+  if (overlay_ != nullptr) {
+    if (const at::Tensor* merged = overlay_->merged(slot)) return *merged;
+  }
+  return base_[slot].data;
+}
+
+at::Tensor WeightView::operator()(Slot slot) const {
+  const at::Tensor& converted = vectors_[static_cast<size_t>(slot.index)];
+  if (converted.defined()) return converted;
+  return Stored(slot).to(compute_);  // no copy where the types agree
+}
+
+const at::Tensor& WeightView::ComputeWeight(Slot slot) const {
+  const at::Tensor& stored = Stored(slot);
+  if (stored.scalar_type() == compute_) return stored;
+  // One buffer for all weights: fresh pages for each would cost more than the conversion.
+  if (!scratch_.defined() || scratch_.numel() < stored.numel()) {
+    scratch_ = at::empty({stored.numel()}, stored.options().dtype(compute_));
+  }
+  shaped_ = scratch_.narrow(0, 0, stored.numel()).view(stored.sizes());
+  shaped_.copy_(stored);
+  return shaped_;
+}
+
+at::Tensor WeightView::Linear(Slot weight, Slot bias, const at::Tensor& x) const {
+  at::Tensor y = bias ? at::linear(x, ComputeWeight(weight), (*this)(bias)) : at::linear(x, ComputeWeight(weight));
+  if (overlay_ == nullptr) return y;
+  if (const Sidecar* sidecar = overlay_->sidecar(weight)) {
+    y.view({-1, y.size(-1)}).addmm_(at::linear(x, sidecar->down).view({-1, sidecar->down.size(0)}), sidecar->up.t());
+  }
+  return y;
+}
+
+}  // namespace latentd
