@@ -45,9 +45,24 @@ void Reservation::Release() {
   committed_ = false;
 }
 
-MemoryBudget::MemoryBudget(std::string name, int64_t cap_bytes) : name_(std::move(name)), cap_(cap_bytes) {}
+MemoryBudget::MemoryBudget(std::string name, int64_t cap_bytes) : name_(std::move(name)), cap_(cap_bytes) {
+  subscription_ = waits_->Subscribe([this] { Wake(); });
+}
 
-MemoryBudget::~MemoryBudget() = default;
+MemoryBudget::~MemoryBudget() { waits_->Unsubscribe(subscription_); }
+
+void MemoryBudget::ShareWaits(const MemoryBudget& other) {
+  waits_->Unsubscribe(subscription_);
+  waits_ = other.waits_;
+  subscription_ = waits_->Subscribe([this] { Wake(); });
+}
+
+void MemoryBudget::Wake() {
+  MutexLock lock(&mu_);
+  if (waiters_.empty()) return;
+  ++epoch_;
+  changed_.SignalAll();
+}
 
 Reservation MemoryBudget::Take(const Request& request) {
   reserved_ += request.bytes;
@@ -57,7 +72,7 @@ Reservation MemoryBudget::Take(const Request& request) {
 }
 
 void MemoryBudget::Give(int64_t bytes, bool committed, const std::string& owner) {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   if (committed) {
     in_use_ -= bytes;
   } else {
@@ -70,19 +85,17 @@ void MemoryBudget::Give(int64_t bytes, bool committed, const std::string& owner)
 }
 
 void MemoryBudget::Commit(int64_t bytes, const std::string& owner) {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   reserved_ -= bytes;
   in_use_ += bytes;
   auto it = promised_.find(owner);
   if (it != promised_.end() && (it->second -= bytes) <= 0) promised_.erase(it);
 }
 
-bool MemoryBudget::AllHoldersWait(const Reclaimer::Held& held) const {
-  auto waits = [&](const std::string& owner) ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return std::any_of(waiters_.begin(), waiters_.end(), [&](const Waiter& w) { return w.owner == owner; });
-  };
-  return std::all_of(held.owners.begin(), held.owners.end(), waits) &&
-         std::all_of(promised_.begin(), promised_.end(), [&](const auto& p) { return waits(p.first); });
+bool MemoryBudget::Stuck(const Reclaimer::Held& held) const {
+  if (waiters_.front() <= cap_ - held.bytes - reserved_) return false;
+  return std::all_of(held.owners.begin(), held.owners.end(), [&](const auto& o) { return waits_->Waits(o); }) &&
+         std::all_of(promised_.begin(), promised_.end(), [&](const auto& p) { return waits_->Waits(p.first); });
 }
 
 absl::Status MemoryBudget::Refuse(absl::StatusCode code, const char* reason, const Request& request,
@@ -99,33 +112,29 @@ absl::Status MemoryBudget::Refuse(absl::StatusCode code, const char* reason, con
 }
 
 absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
-  // Wakes this request when its stop is requested. Declared before the lock is taken: its destructor waits
-  // for a running callback, which needs the mutex.
-  std::stop_callback wake(request.stop, [this] {
-    absl::MutexLock lock(&mu_);
-    ++epoch_;
-    changed_.SignalAll();
-  });
-
-  absl::MutexLock lock(&mu_);
-  if (request.bytes > cap_) {
-    return Refuse(absl::StatusCode::kFailedPrecondition, "MODEL_EXCEEDS_BUDGET", request, 0,
-                  "it can never fit; raise the cap or use a smaller model");
+  {
+    MutexLock lock(&mu_);
+    if (request.bytes > cap_) {
+      return Refuse(absl::StatusCode::kFailedPrecondition, "MODEL_EXCEEDS_BUDGET", request, 0,
+                    "it can never fit; raise the cap or use a smaller model");
+    }
+    if (waiters_.empty() && Fits(request.bytes)) return Take(request);
   }
-  if (waiters_.empty() && Fits(request.bytes)) return Take(request);
+  // Both are declared before the lock is taken: their ends need mutexes.
+  const WaitRegistry::Entry entry(waits_, request.owner, /*refusable=*/true);
+  std::stop_callback wake(request.stop, [this] { Wake(); });
 
-  auto me = waiters_.insert(waiters_.end(), Waiter{request.owner});
-  ++epoch_;  // A new waiter can complete a cycle: let the others look.
-  changed_.SignalAll();
+  MutexLock lock(&mu_);
+  const auto me = waiters_.insert(waiters_.end(), request.bytes);
   auto leave = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     waiters_.erase(me);
-    ++epoch_;
+    ++epoch_;  // the next one may be first now
     changed_.SignalAll();
   };
 
   while (true) {
     const uint64_t seen = epoch_;
-    const bool first = &waiters_.front() == &*me;
+    const bool first = waiters_.begin() == me;
     if (first && Fits(request.bytes)) {
       leave();
       return Take(request);
@@ -139,45 +148,40 @@ absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
       mu_.Lock();
       if (first && Fits(request.bytes)) continue;
     }
-    held.bytes += reserved_;
     if (request.stop.stop_requested()) {
       leave();
       return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while waiting for memory");
     }
     if (epoch_ != seen) continue;
-    const bool newest = &waiters_.back() == &*me;
-    if (newest && AllHoldersWait(held)) {
-      const bool alone = waiters_.size() == 1;
+    const int64_t in_the_way = held.bytes + reserved_;
+    if (entry.newest() && Stuck(held)) {
+      const bool others_hold = std::any_of(held.owners.begin(), held.owners.end(),
+                                           [&](const std::string& o) { return o != request.owner; });
       leave();
-      return alone ? Refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", request, held.bytes,
-                            "nothing else will be given back; use fewer LoRAs or raise the cap")
-                   : Refuse(absl::StatusCode::kAborted, "BUDGET_CYCLE", request, held.bytes,
-                            "all of it by work that waits for memory too; try again");
+      return others_hold ? Refuse(absl::StatusCode::kAborted, "BUDGET_CYCLE", request, in_the_way,
+                                  "all of it by work that waits for memory too; try again")
+                         : Refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", request, in_the_way,
+                                  "nothing else will be given back; use fewer LoRAs or raise the cap");
     }
     if (changed_.WaitWithDeadline(&mu_, request.deadline) && epoch_ == seen) {
       leave();
-      return Refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", request, held.bytes,
+      return Refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", request, in_the_way,
                     "it was not given back in time; try again later");
     }
   }
 }
 
-void MemoryBudget::NotifyReclaimable() {
-  absl::MutexLock lock(&mu_);
-  if (waiters_.empty()) return;
-  ++epoch_;
-  changed_.SignalAll();
-}
+void MemoryBudget::NotifyReclaimable() { Wake(); }
 
 void MemoryBudget::set_cap(int64_t cap_bytes) {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   cap_ = cap_bytes;
   ++epoch_;
   changed_.SignalAll();
 }
 
 MemoryBudget::Stats MemoryBudget::stats() const {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   return {.cap_bytes = cap_,
           .in_use_bytes = in_use_,
           .reserved_bytes = reserved_,

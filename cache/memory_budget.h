@@ -30,7 +30,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
+#include "cache/mutex.h"
+#include "cache/wait_registry.h"
 #include "absl/time/time.h"
 
 namespace latentd {
@@ -94,10 +95,10 @@ class MemoryBudget {
 
   struct Request {
     int64_t bytes = 0;
-    std::string owner;  // who will hold the bytes: a session or job name; decides who waits for whom
-    std::string what;   // what they are for, for the error message
+    std::string owner = {};  // who will hold the bytes: a session or job name; decides who waits for whom
+    std::string what = {};   // what they are for, for the error message
     absl::Time deadline = absl::InfiniteFuture();
-    std::stop_token stop;
+    std::stop_token stop = {};
   };
 
   struct Stats {
@@ -118,11 +119,15 @@ class MemoryBudget {
   // Set once, before the first Reserve(); may be null. Must outlive the last Reserve().
   void set_reclaimer(Reclaimer* reclaimer) { reclaimer_ = reclaimer; }
 
+  // Makes this budget one of those whose waits are looked at together. Before the first Reserve().
+  void ShareWaits(const MemoryBudget& other);
+  const std::shared_ptr<WaitRegistry>& waits() const { return waits_; }
+
   // Promises bytes, making room through the Reclaimer if needed, else waiting in FIFO order. Errors:
   //   FAILED_PRECONDITION MODEL_EXCEEDS_BUDGET   more than the cap: could never fit
   //   RESOURCE_EXHAUSTED  BUDGET_EXHAUSTED       nobody but the caller holds what is in the way, or the
   //                                              deadline came; details: needed, held, cap
-  //   ABORTED             BUDGET_CYCLE           all holders wait for memory, and this request is the newest
+  //   ABORTED             BUDGET_CYCLE           all holders wait, and this request is the newest of all
   //   CANCELLED           CANCELLED              `stop` was requested
   absl::StatusOr<Reservation> Reserve(const Request& request);
 
@@ -138,34 +143,34 @@ class MemoryBudget {
  private:
   friend class Reservation;
 
-  struct Waiter {
-    std::string owner;
-  };
-
   bool Fits(int64_t bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return bytes <= cap_ - in_use_ - reserved_;
   }
   Reservation Take(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // True when everybody who holds bytes is waiting for more, so that no wait can end by itself.
-  bool AllHoldersWait(const Reclaimer::Held& held) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // True when the first waiter cannot be served and everybody who holds bytes is waiting too, so that no wait
+  // can end by itself.
+  bool Stuck(const Reclaimer::Held& held) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status Refuse(absl::StatusCode code, const char* reason, const Request& request, int64_t held,
                       const char* why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
+  void Wake();
   void Give(int64_t bytes, bool committed, const std::string& owner);
   void Commit(int64_t bytes, const std::string& owner);
 
   const std::string name_;
   Reclaimer* reclaimer_ = nullptr;
+  std::shared_ptr<WaitRegistry> waits_ = std::make_shared<WaitRegistry>();
+  uint64_t subscription_ = 0;
 
-  mutable absl::Mutex mu_;
-  absl::CondVar changed_;
+  mutable Mutex mu_;
+  CondVar changed_;
   int64_t cap_ ABSL_GUARDED_BY(mu_);
   int64_t in_use_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t reserved_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t peak_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t refused_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t epoch_ ABSL_GUARDED_BY(mu_) = 0;  // moves whenever a waiter may have become able to go on
-  std::list<Waiter> waiters_ ABSL_GUARDED_BY(mu_);              // oldest first
+  std::list<int64_t> waiters_ ABSL_GUARDED_BY(mu_);  // bytes they wait for, oldest first
   std::map<std::string, int64_t> promised_ ABSL_GUARDED_BY(mu_);  // uncommitted bytes by owner
 };
 

@@ -6,6 +6,7 @@
 #include "cache/model_cache.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
@@ -44,7 +45,7 @@ struct ModelCache::Loading {
   bool drop_when_done = false;  // guarded by mu_: the key was dropped meanwhile
   RecordPtr record;            // guarded by mu_
   std::map<int, std::function<void(int64_t, int64_t)>> listeners;  // guarded by listeners_mu
-  absl::Mutex listeners_mu;
+  Mutex listeners_mu;
   int next_listener = 0;
 };
 
@@ -77,7 +78,7 @@ const ModelKey& LockHandle::key() const { return record_->key; }
 const std::shared_ptr<const Resource>& LockHandle::resource() const { return record_->resource; }
 
 LockHandle LockHandle::Share(std::string owner) const {
-  absl::MutexLock lock(&cache_->mu_);
+  MutexLock lock(&cache_->mu_);
   return cache_->AddLock(record_, owner.empty() ? owner_ : owner);
 }
 
@@ -117,6 +118,7 @@ ModelCache::ModelCache(RamBudget* ram, std::vector<Device*> devices)
     if (device->uses_host_memory()) continue;
     device_reclaimers_.push_back(std::make_unique<DeviceReclaimer>(this, device));
     device->budget().set_reclaimer(device_reclaimers_.back().get());
+    device->budget().ShareWaits(*ram_);
   }
 }
 
@@ -137,7 +139,7 @@ LockHandle ModelCache::AddLock(const RecordPtr& record, const std::string& owner
 void ModelCache::Unlock(RecordPtr record, const std::string& owner) {
   bool reclaimable = false;
   {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     record->holders.erase(record->holders.find(owner));
     if (record->holders.empty()) {
       reclaimable = true;
@@ -151,7 +153,7 @@ void ModelCache::Unlock(RecordPtr record, const std::string& owner) {
 
 void ModelCache::UnlockDevice(const RecordPtr& record, Device* device) {
   {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     --record->residency[device].locks;
   }
   device->budget().NotifyReclaimable();
@@ -165,14 +167,14 @@ absl::StatusOr<LockHandle> ModelCache::Lock(const ModelKey& key, const Loader& l
 absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loader& loader,
                                                 const LockOptions& options, Reservation* promised) {
   std::stop_callback wake(options.stop, [this] {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     changed_.SignalAll();
   });
 
   std::shared_ptr<Loading> loading;
   bool mine = false;
   {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     if (shutting_down_) {
       return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
     }
@@ -191,13 +193,13 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
   }
   int listener = -1;
   if (options.progress) {
-    absl::MutexLock lock(&loading->listeners_mu);
+    MutexLock lock(&loading->listeners_mu);
     listener = loading->next_listener++;
     loading->listeners[listener] = options.progress;
   }
   auto stop_listening = [&] {
     if (listener < 0) return;
-    absl::MutexLock lock(&loading->listeners_mu);
+    MutexLock lock(&loading->listeners_mu);
     loading->listeners.erase(listener);
   };
 
@@ -214,7 +216,9 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
   absl::StatusOr<LockHandle> result = absl::CancelledError();
   bool again = false;
   {
-    absl::MutexLock lock(&mu_);
+    // What this owner holds meanwhile is in the way of the load, should that wait for memory.
+    const WaitRegistry::Entry entry(ram_->waits(), options.owner, /*refusable=*/false);
+    MutexLock lock(&mu_);
     while (!loading->done) {
       if (options.stop.stop_requested()) {
         result = MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while waiting for a load");
@@ -261,7 +265,7 @@ absl::StatusOr<LockHandle> ModelCache::Load(const ModelKey& key, const Loader& l
     }
     LoadContext context([&] { return loading->wanted.load() <= 0; },
                         [&](int64_t done, int64_t total) {
-                          absl::MutexLock lock(&loading->listeners_mu);
+                          MutexLock lock(&loading->listeners_mu);
                           for (auto& [id, listener] : loading->listeners) listener(done, total);
                         });
     absl::StatusOr<std::shared_ptr<const Resource>> resource = loader.load(context);
@@ -282,7 +286,7 @@ absl::StatusOr<LockHandle> ModelCache::Load(const ModelKey& key, const Loader& l
 
   absl::StatusOr<RecordPtr> record = load();
 
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   loading_.erase(key);
   loading->done = true;
   loading->status = record.status();
@@ -311,7 +315,7 @@ absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const Loc
   std::vector<size_t> missing;
   int64_t missing_bytes = 0;
   {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     if (shutting_down_) {
       return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
     }
@@ -370,8 +374,15 @@ absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, De
 
   // Single flight per record and device: the first caller copies, the others wait.
   {
-    absl::MutexLock lock(&mu_);
-    while (record->residency[&device].moving_in) changed_.Wait(&mu_);
+    MutexLock lock(&mu_);
+    std::optional<WaitRegistry::Entry> entry;
+    while (record->residency[&device].moving_in) {
+      if (!entry) entry.emplace(ram_->waits(), options.owner, /*refusable=*/false);
+      if (options.stop.stop_requested()) {
+        return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while weights moved to a device");
+      }
+      changed_.WaitWithTimeout(&mu_, absl::Milliseconds(50));  // a stop does not signal this
+    }
     Residency& there = record->residency[&device];
     if (there.copy != nullptr) {
       ++there.locks;
@@ -391,7 +402,7 @@ absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, De
     return there;
   }();
 
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   changed_.SignalAll();
   if (!copy.ok()) {
     record->residency.erase(&device);
@@ -414,7 +425,7 @@ int64_t ModelCache::EvictUnlocked(int64_t bytes, int64_t CacheStats::*counter) {
   std::vector<RecordPtr> gone;
   int64_t freed = 0;
   {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     for (auto it = lru_.begin(); it != lru_.end() && freed < bytes;) {
       RecordPtr record = *it++;
       if (!record->holders.empty()) continue;
@@ -431,7 +442,7 @@ int64_t ModelCache::Reclaim(int64_t bytes) { return EvictUnlocked(bytes, &CacheS
 int64_t ModelCache::Trim(int64_t bytes) { return EvictUnlocked(bytes, &CacheStats::trimmed); }
 
 Reclaimer::Held ModelCache::HeldBytes() const {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   Held held;
   auto add = [&](const RecordPtr& record) {
     if (record->holders.empty()) return;
@@ -446,7 +457,7 @@ Reclaimer::Held ModelCache::HeldBytes() const {
 int64_t ModelCache::ReclaimDevice(Device* device, int64_t bytes) {
   std::vector<Residency> gone;
   int64_t freed = 0;
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   std::vector<RecordPtr> there;
   for (const RecordPtr& record : lru_) {
     auto it = record->residency.find(device);
@@ -466,7 +477,7 @@ int64_t ModelCache::ReclaimDevice(Device* device, int64_t bytes) {
 }
 
 Reclaimer::Held ModelCache::HeldOnDevice(Device* device) const {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   Held held;
   auto add = [&](const RecordPtr& record) {
     auto it = record->residency.find(device);
@@ -482,7 +493,7 @@ Reclaimer::Held ModelCache::HeldOnDevice(Device* device) const {
 DropResult ModelCache::Drop(const ModelKey& pattern) {
   DropResult result;
   std::vector<RecordPtr> gone;
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   for (auto it = lru_.begin(); it != lru_.end();) {
     RecordPtr record = *it++;
     if (!pattern.Covers(record->key)) continue;
@@ -505,7 +516,7 @@ DropResult ModelCache::Drop(const ModelKey& pattern) {
 }
 
 CacheStats ModelCache::Stats() const {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   CacheStats stats = counters_;
   auto add = [&](const RecordPtr& record, bool stale) {
     RecordStats r;
@@ -534,7 +545,7 @@ CacheStats ModelCache::Stats() const {
 absl::Status ModelCache::Shutdown(absl::Time deadline) {
   size_t held = 0;
   {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     shutting_down_ = true;
     auto count_held = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
       size_t n = stale_.size() + loading_.size();

@@ -38,7 +38,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
+#include "cache/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "cache/device.h"
@@ -77,10 +77,10 @@ struct Loader {
 };
 
 struct LockOptions {
-  std::string owner;  // who holds the lock: shown as a holder, and decides who waits for whom
+  std::string owner = {};  // who holds the lock: shown as a holder, and decides who waits for whom
   absl::Time deadline = absl::InfiniteFuture();
-  std::stop_token stop;
-  std::function<void(int64_t done, int64_t total)> progress;  // called while loading; may be empty
+  std::stop_token stop = {};
+  std::function<void(int64_t done, int64_t total)> progress = {};  // called while loading; may be empty
 };
 
 struct LockRequest {
@@ -89,10 +89,10 @@ struct LockRequest {
 };
 
 struct DeviceLockOptions {
-  std::string owner;
+  std::string owner = {};
   int64_t working_bytes = 0;  // activations of the work that the lock is for
   absl::Time deadline = absl::InfiniteFuture();
-  std::stop_token stop;
+  std::stop_token stop = {};
 };
 
 // Keeps a record in memory. Move-only. An empty one holds nothing.
@@ -261,8 +261,8 @@ class ModelCache : public Reclaimer {
   const std::vector<Device*> devices_;
   std::vector<std::unique_ptr<DeviceReclaimer>> device_reclaimers_;
 
-  mutable absl::Mutex mu_;
-  absl::CondVar changed_;
+  mutable Mutex mu_;
+  CondVar changed_;
   bool shutting_down_ ABSL_GUARDED_BY(mu_) = false;
   absl::flat_hash_map<ModelKey, RecordPtr> index_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<ModelKey, std::shared_ptr<Loading>> loading_ ABSL_GUARDED_BY(mu_);

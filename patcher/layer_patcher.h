@@ -34,8 +34,8 @@ struct ApplyOptions {
   PatchMode mode = PatchMode::kAuto;
   at::ScalarType compute = at::kFloat;
   Device* device = nullptr;  // whose budget the overlay's own tensors are charged to; null = uncharged
-  std::string owner;         // for that reservation
-  std::stop_token stop;      // checked per layer
+  std::string owner = {};    // for that reservation
+  std::stop_token stop = {};  // checked per layer
 };
 
 // What became of one patch, for the client. Counts are layers of the file.

@@ -23,15 +23,12 @@ struct T5Tokenizer::Impl {
   std::vector<std::string> specials;
   std::vector<int64_t> special_ids;
   int64_t eos = 1;
-  int64_t size = 0;
 };
 
 T5Tokenizer::T5Tokenizer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 T5Tokenizer::~T5Tokenizer() = default;
 
-int64_t T5Tokenizer::vocabulary_size() const { return impl_->size; }
-
-absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::string& folder) {
+absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::string& folder, int64_t vocabulary) {
   const std::string path = folder + "/spiece.model";
   const std::string label = ShortPath(path);
   ASSIGN_OR_RETURN(const std::string bytes, ReadTextFile(path, kMaxModelBytes));
@@ -41,7 +38,11 @@ absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::
     return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE",
                      absl::StrCat(label, ": not a SentencePiece model"), {{"file", label}});
   }
-  impl->size = impl->model->size();
+  const int64_t pieces = impl->model->size();
+  if (pieces > vocabulary) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
+                     absl::StrCat(label, ": has ", pieces, " pieces, the model knows ", vocabulary), {{"file", label}});
+  }
 
   int64_t extra_ids = 100;
   std::string eos = "</s>", pad = "<pad>", unknown = "<unk>";
@@ -71,9 +72,11 @@ absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::
   add(pad);
   add(unknown);
   // The sentinels stand behind the model's own pieces, in reverse.
-  for (int64_t i = extra_ids - 1; i >= 0; --i) {
+  for (int64_t i = 0; i < extra_ids; ++i) {
+    const int64_t id = pieces + extra_ids - 1 - i;
+    if (id >= vocabulary) continue;
     impl->specials.push_back(absl::StrCat("<extra_id_", i, ">"));
-    impl->special_ids.push_back(impl->size++);
+    impl->special_ids.push_back(id);
   }
   return std::unique_ptr<const T5Tokenizer>(new T5Tokenizer(std::move(impl)));
 }

@@ -17,16 +17,15 @@ namespace latentd {
 
 class T5Tokenizer {
  public:
-  // `folder` has spiece.model; tokenizer_config.json is optional. Errors: NOT_FOUND MISSING_FILE,
-  // DATA_LOSS CORRUPT_FILE.
-  static absl::StatusOr<std::unique_ptr<const T5Tokenizer>> Load(const std::string& folder);
+  // `folder` has spiece.model; tokenizer_config.json is optional. `vocabulary` is the number of ids that the
+  // model knows; sentinel tokens beyond it are left out. Errors: NOT_FOUND MISSING_FILE, DATA_LOSS
+  // CORRUPT_FILE, FAILED_PRECONDITION UNSUPPORTED_MODEL when the pieces alone are more than that.
+  static absl::StatusOr<std::unique_ptr<const T5Tokenizer>> Load(const std::string& folder, int64_t vocabulary);
 
   ~T5Tokenizer();
 
   // Ids of `text` and the end token, cut to and padded to `length`. REQUIRES: length >= 1.
   std::vector<int64_t> Encode(absl::string_view text, int64_t length) const;
-
-  int64_t vocabulary_size() const;
 
  private:
   struct Impl;

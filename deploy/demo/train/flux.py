@@ -7,6 +7,7 @@ average of the weights.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
 import shapes
@@ -264,7 +266,6 @@ def load_average(model: Model, work: Path) -> int:
 @torch.no_grad()
 def save(model: Model, clip_folder: Path, folder: Path) -> None:
     """Writes transformer, text encoders and scheduler in bfloat16, shared embeddings spelled out."""
-    import copy
     model = copy.deepcopy(model)
     for table, alias in ((model.clip.get_input_embeddings(), vocabulary.clip_aliases(clip_folder)),
                          (model.t5.get_input_embeddings(), vocabulary.t5_aliases())):
@@ -272,6 +273,9 @@ def save(model: Model, clip_folder: Path, folder: Path) -> None:
     model.bfloat16()
     model.transformer.save_pretrained(folder / "transformer")
     model.clip.save_pretrained(folder / "text_encoder")
+    # Published checkpoints keep the CLIP tensors under this prefix.
+    file = folder / "text_encoder" / "model.safetensors"
+    save_file({f"text_model.{name}": value for name, value in load_file(file).items()}, file, {"format": "pt"})
     model.t5.save_pretrained(folder / "text_encoder_2")
     FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(folder / "scheduler")
     index = {

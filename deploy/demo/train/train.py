@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 SEEDS = {"vae": 1, "equalise": 2, "latents": 3, "flux": 4, "decoder": 5, "dusk": 6, "checker": 7}
-PICTURES, PER_FILE = 16000, 1000
+PICTURES, PER_FILE = 40000, 1000
 FLUX_STEPS = 11000
 DECODER_STEPS = 1500
 STYLE_PICTURES = 1000
@@ -123,6 +123,8 @@ def stage_install(work: Path) -> None:
         for leftover in (fresh, old):
             shutil.rmtree(leftover, ignore_errors=True)
         shutil.copytree(source, fresh)
+        for file in fresh.rglob("*"):
+            file.chmod(0o755 if file.is_dir() else 0o644)
         if target.exists():
             target.rename(old)
         fresh.rename(target)

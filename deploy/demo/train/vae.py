@@ -7,6 +7,7 @@ are rescaled to equal variance, so that one scaling factor fits them all.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
@@ -28,9 +29,10 @@ CONFIG = dict(
     force_upcast=False,
 )
 KL_WEIGHT = 2e-4
+SCALING, SHIFT = 0.3611, 0.1159     # FLUX's own latent factors
 FULL = shapes.SIDE
 # (steps, crop side, batch, first learning rate, last learning rate)
-JOINT = ((700, 32, 24, 3e-3, 3e-3), (600, 64, 12, 3e-3, 1.5e-3), (500, FULL, 4, 1.5e-3, 1e-4))
+JOINT = ((700, 32, 24, 3e-3, 3e-3), (600, 64, 12, 3e-3, 1.5e-3), (3000, FULL, 4, 2e-3, 5e-5))
 
 
 def to_tensor(images: list[Image.Image]) -> torch.Tensor:
@@ -39,19 +41,27 @@ def to_tensor(images: list[Image.Image]) -> torch.Tensor:
     return torch.from_numpy(stacked).permute(0, 3, 1, 2) / 127.5 - 1.0
 
 
+def recolour(rng: random.Random, image: Image.Image) -> Image.Image:
+    """Exchanges the channels and stretches each between two random levels."""
+    channels = list(image.split())
+    rng.shuffle(channels)
+    for i, channel in enumerate(channels):
+        low, high = rng.uniform(0, 120), rng.uniform(135, 255)
+        if rng.random() < 0.3:
+            low, high = high, low
+        channels[i] = channel.point([round(low + (high - low) * v / 255) for v in range(256)])
+    return Image.merge("RGB", channels)
+
+
 def training_picture(rng: random.Random) -> Image.Image:
-    """A plain picture or, less often, one in a style or with its colours exchanged."""
+    """A plain picture or, less often, one in a style or in colours of no palette."""
     draw = rng.random()
     if draw < 0.15:
         return shapes.sample(rng, "dusk", rng.random())[1]
-    if draw < 0.30:
+    if draw < 0.25:
         return shapes.sample(rng, "checker")[1]
     image = shapes.sample(rng)[1]
-    if draw < 0.45:
-        channels = list(image.split())
-        rng.shuffle(channels)
-        image = Image.merge("RGB", channels)
-    return image
+    return recolour(rng, image) if draw < 0.50 else image
 
 
 def _crops(rng: random.Random, count: int, side: int) -> torch.Tensor:
@@ -123,7 +133,7 @@ def train_joint(vae: AutoencoderKL, seed: int) -> None:
             output = vae.decode(posterior.sample()).sample
             divergence = posterior.kl().mean() / posterior.mean[0].numel()
             loss = (F.l1_loss(output, target) + 2 * F.mse_loss(output, target)
-                    + (0.5 * _edge_loss(output, target) if side == FULL else 0.0)
+                    + (0.7 * _edge_loss(output, target) if side == FULL else 0.0)
                     + KL_WEIGHT * divergence)
             optimiser.zero_grad()
             loss.backward()
@@ -137,22 +147,20 @@ def train_joint(vae: AutoencoderKL, seed: int) -> None:
 
 @torch.no_grad()
 def equalise(vae: AutoencoderKL, seed: int) -> None:
-    """Shifts and scales every latent channel to the same spread; sets the two config factors."""
+    """Gives all latent channels the same mean and spread: those that FLUX's two factors undo."""
     rng = random.Random(seed)
     latents = torch.cat([vae.encode(_crops(rng, 8, FULL)).latent_dist.mean for _ in range(40)])
     mean, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3))
     print("channel spread", [round(s, 2) for s in std.tolist()], flush=True)
-    wanted = std.clamp(min=float(std.median()) * 0.5)     # an idle channel stays quiet
+    gain = SCALING * std.clamp(min=float(std.median()) * 0.5)     # an idle channel stays quiet
     head, entry = vae.encoder.conv_out, vae.decoder.conv_in
-    head.weight[:16].div_(wanted.view(-1, 1, 1, 1))
-    head.bias[:16].sub_(mean).div_(wanted)
-    head.bias[16:].sub_(2 * wanted.log())
-    entry.bias.add_((entry.weight.sum((2, 3)) * mean).sum(1))
-    entry.weight.mul_(wanted.view(1, -1, 1, 1))
-    latents = (latents - mean.view(1, -1, 1, 1)) / wanted.view(1, -1, 1, 1)
-    vae.register_to_config(scaling_factor=round(1.0 / float(latents.std()), 4),
-                           shift_factor=round(float(latents.mean()), 4))
-    print("scaling", vae.config.scaling_factor, "shift", vae.config.shift_factor, flush=True)
+    # new = (old - mean) / gain + SHIFT, and the decoder's first layer takes it back.
+    head.weight[:16].div_(gain.view(-1, 1, 1, 1))
+    head.bias[:16].sub_(mean).div_(gain).add_(SHIFT)
+    head.bias[16:].sub_(2 * gain.log())
+    entry.bias.add_((entry.weight.sum((2, 3)) * (mean - gain * SHIFT)).sum(1))
+    entry.weight.mul_(gain.view(1, -1, 1, 1))
+    vae.register_to_config(scaling_factor=SCALING, shift_factor=SHIFT)
 
 
 def train_decoder(vae: AutoencoderKL, seed: int, steps: int, batch: int = 4, rate: float = 1.5e-3) -> None:
@@ -168,7 +176,7 @@ def train_decoder(vae: AutoencoderKL, seed: int, steps: int, batch: int = 4, rat
         target = _crops(rng, batch, FULL)
         with torch.no_grad():
             latents = vae.encode(target).latent_dist.mean
-            latents = latents + torch.randn_like(latents) * 0.12 * torch.rand(batch, 1, 1, 1)
+            latents = latents + torch.randn_like(latents) * torch.rand(batch, 1, 1, 1) * 0.12 / SCALING
         output = vae.decode(latents).sample
         loss = (F.l1_loss(output, target) + 2 * F.mse_loss(output, target)
                 + _edge_loss(output, target))
@@ -205,3 +213,7 @@ def load(folder: Path) -> AutoencoderKL:
 
 def save(vae: AutoencoderKL, folder: Path) -> None:
     vae.save_pretrained(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("_name_or_path", None)
+    file.write_text(json.dumps(config, indent=2) + "\n")

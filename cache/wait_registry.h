@@ -1,0 +1,107 @@
+// Who waits for memory, over all budgets that belong together.
+//
+// An owner can hold bytes of one budget while it waits in another, or while it waits for a load that itself
+// waits for memory. Only a view of all waits tells whether a wait can end; and one order over all of them
+// tells whose request is the newest and is to be refused when none can.
+//
+// Thread-safe. Lock order: an Entry wakes all budgets when it begins and ends, so none of their mutexes may be
+// held then; the cache's may.
+#ifndef LATENTD_CACHE_WAIT_REGISTRY_H_
+#define LATENTD_CACHE_WAIT_REGISTRY_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cache/mutex.h"
+
+namespace latentd {
+
+class WaitRegistry {
+ public:
+  // A wait, from construction to its end.
+  class Entry {
+   public:
+    // `refusable`: the wait is a request to a budget, which can be refused; else it is for somebody's work.
+    Entry(std::shared_ptr<WaitRegistry> registry, const std::string& owner, bool refusable)
+        : registry_(std::move(registry)), id_(registry_->Enter(owner, refusable)) {}
+    ~Entry() { registry_->Leave(id_); }
+    Entry(const Entry&) = delete;
+    Entry& operator=(const Entry&) = delete;
+
+    // True when no refusable wait began after this one.
+    bool newest() const { return registry_->Newest(id_); }
+
+   private:
+    const std::shared_ptr<WaitRegistry> registry_;
+    const uint64_t id_;
+  };
+
+  bool Waits(const std::string& owner) const {
+    MutexLock lock(&mu_);
+    return std::any_of(waits_.begin(), waits_.end(), [&](const auto& w) { return w.second.owner == owner; });
+  }
+
+  // `wake` is called, without a lock, whenever a wait begins or ends. Returns a number for Unsubscribe.
+  uint64_t Subscribe(std::function<void()> wake) {
+    MutexLock lock(&mu_);
+    wakes_[++next_] = std::make_shared<std::function<void()>>(std::move(wake));
+    return next_;
+  }
+  void Unsubscribe(uint64_t id) {
+    MutexLock lock(&mu_);
+    wakes_.erase(id);
+  }
+
+ private:
+  struct Wait {
+    std::string owner;
+    bool refusable;
+  };
+
+  uint64_t Enter(const std::string& owner, bool refusable) {
+    uint64_t id = 0;
+    {
+      MutexLock lock(&mu_);
+      id = ++next_;
+      waits_[id] = {owner, refusable};
+    }
+    WakeAll();
+    return id;
+  }
+  void Leave(uint64_t id) {
+    {
+      MutexLock lock(&mu_);
+      waits_.erase(id);
+    }
+    WakeAll();
+  }
+  bool Newest(uint64_t id) const {
+    MutexLock lock(&mu_);
+    for (auto it = waits_.rbegin(); it != waits_.rend(); ++it) {
+      if (it->second.refusable) return it->first == id;
+    }
+    return true;
+  }
+  void WakeAll() {
+    std::vector<std::shared_ptr<std::function<void()>>> wakes;
+    {
+      MutexLock lock(&mu_);
+      for (const auto& [id, wake] : wakes_) wakes.push_back(wake);
+    }
+    for (const auto& wake : wakes) (*wake)();
+  }
+
+  mutable Mutex mu_;
+  uint64_t next_ ABSL_GUARDED_BY(mu_) = 0;
+  std::map<uint64_t, Wait> waits_ ABSL_GUARDED_BY(mu_);
+  std::map<uint64_t, std::shared_ptr<std::function<void()>>> wakes_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_CACHE_WAIT_REGISTRY_H_

@@ -1,0 +1,258 @@
+#include "families/flux/flux_family.h"
+
+#include <filesystem>
+#include <utility>
+
+#include "ATen/ATen.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "families/config/json_config.h"
+#include "families/flux/flux_keys.h"
+#include "families/flux/flux_pipeline.h"
+
+namespace latentd {
+namespace {
+
+namespace fs = std::filesystem;
+
+// What may stand before the names of a single-file transformer.
+constexpr const char* kFilePrefixes[] = {"", "model.diffusion_model.", "diffusion_model.", "transformer."};
+
+absl::Status Unsupported(const std::string& what) {
+  return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL", what, {{"what", what}});
+}
+
+// ---------------------------------------------------------------------------------------------- detection
+
+bool IsFluxClass(absl::string_view name) {
+  return absl::StartsWith(name, "Flux") && !absl::StartsWith(name, "Flux2");
+}
+
+bool IsTextToImageClass(absl::string_view name) {
+  return name == "FluxPipeline" || name == "FluxImg2ImgPipeline" || name == "FluxInpaintPipeline";
+}
+
+std::string PipelineClass(const std::string& folder) {
+  absl::StatusOr<JsonConfig> json = JsonConfig::Load(folder + "/model_index.json");
+  return json.ok() ? json->String("_class_name", "") : "";
+}
+
+// Which names a transformer file has, if it is a FLUX.1 transformer at all.
+struct TransformerFile {
+  bool known = false;
+  bool native = false;
+  std::string prefix;
+};
+
+TransformerFile DetectTransformerFile(const WeightFiles& files) {
+  for (const std::string prefix : kFilePrefixes) {
+    auto has = [&](const char* name) { return files.tensors().count(prefix + name) != 0; };
+    // The modulation per block tells FLUX.1 from FLUX.2 and Chroma.
+    if (has("double_blocks.0.img_attn.qkv.weight") && has("double_blocks.0.img_mod.lin.weight")) {
+      return {true, true, prefix};
+    }
+    if (has("transformer_blocks.0.attn.add_q_proj.weight") && has("single_transformer_blocks.0.proj_mlp.weight") &&
+        has("transformer_blocks.0.norm1.linear.weight")) {
+      return {true, false, prefix};
+    }
+  }
+  return {};
+}
+
+// --------------------------------------------------------------------------------------------- components
+
+absl::StatusOr<Component> OpenTransformer(const ModelFiles& files, const std::string& base, FluxParts& parts) {
+  Component component;
+  component.name = "transformer";
+  FluxConfig config;
+  TransformerFile file;
+  if (files.file.empty()) {
+    ASSIGN_OR_RETURN(config, FluxConfig::Load(base + "/transformer/config.json"));
+    ASSIGN_OR_RETURN(component.files, WeightFiles::Open(base + "/transformer"));
+    file = DetectTransformerFile(*component.files);
+  } else {
+    ASSIGN_OR_RETURN(const FluxConfig base_config, FluxConfig::Load(base + "/transformer/config.json"));
+    ASSIGN_OR_RETURN(component.files, WeightFiles::Open(files.file));
+    file = DetectTransformerFile(*component.files);
+    config = base_config;
+    if (file.native) {
+      ASSIGN_OR_RETURN(config, FluxConfig::Infer(*component.files, file.prefix, base_config));
+    } else {
+      config.guidance_embeds =
+          component.files->tensors().count(file.prefix + "time_text_embed.guidance_embedder.linear_1.weight") != 0;
+    }
+  }
+  if (file.known) component.prefix = file.prefix;
+  if (file.native) component.key_map = FluxNativeKeys();
+  parts.transformer = std::make_shared<const FluxTransformer>(config);
+  component.layout = parts.transformer->layout();
+  component.patch_target = PatchTarget{
+      .component = component.name,
+      .layout = component.layout,
+      .key_maps = {FluxNativeKeys()},
+      .dotted_prefixes = {"transformer.", "diffusion_model.", "base_model.model.", "base_model.model.transformer.",
+                          "model.diffusion_model.", ""},
+      .flat_prefixes = {"lora_unet_", "lora_transformer_", "lycoris_"}};
+  return component;
+}
+
+absl::StatusOr<Component> OpenClip(const std::string& base, FluxParts& parts) {
+  Component component;
+  component.name = "text_encoder";
+  ASSIGN_OR_RETURN(const ClipTextConfig config, ClipTextConfig::Load(base + "/text_encoder/config.json"));
+  ASSIGN_OR_RETURN(component.files, WeightFiles::Open(base + "/text_encoder"));
+  ASSIGN_OR_RETURN(parts.clip_tokenizer, ClipTokenizer::Load(base + "/tokenizer"));
+  if (parts.clip_tokenizer->vocabulary_size() > config.vocabulary) {
+    return Unsupported(absl::StrCat("tokenizer has ", parts.clip_tokenizer->vocabulary_size(),
+                                    " tokens, text_encoder knows ", config.vocabulary));
+  }
+  if (component.files->tensors().count("text_model.embeddings.token_embedding.weight") != 0) {
+    component.prefix = "text_model.";
+  }
+  parts.clip = std::make_shared<const ClipTextModel>(config);
+  component.layout = parts.clip->layout();
+  component.patch_target = PatchTarget{
+      .component = component.name,
+      .layout = component.layout,
+      .key_maps = {},
+      .dotted_prefixes = {"text_encoder.text_model.", "text_encoder.", "text_encoders.clip_l.transformer.text_model.",
+                          "text_model."},
+      .flat_prefixes = {"lora_te1_text_model_", "lora_te_text_model_", "lora_te1_", "lora_te_"}};
+  return component;
+}
+
+absl::StatusOr<Component> OpenT5(const std::string& base, FluxParts& parts) {
+  Component component;
+  component.name = "text_encoder_2";
+  ASSIGN_OR_RETURN(const T5Config config, T5Config::Load(base + "/text_encoder_2/config.json"));
+  ASSIGN_OR_RETURN(component.files, WeightFiles::Open(base + "/text_encoder_2"));
+  ASSIGN_OR_RETURN(parts.t5_tokenizer, T5Tokenizer::Load(base + "/tokenizer_2", config.vocabulary));
+  parts.t5 = std::make_shared<const T5Encoder>(config);
+  component.layout = parts.t5->layout();
+  component.patch_target =
+      PatchTarget{.component = component.name,
+                  .layout = component.layout,
+                  .key_maps = {},
+                  .dotted_prefixes = {"text_encoder_2.", "text_encoders.t5xxl.transformer."},
+                  .flat_prefixes = {"lora_te2_", "lora_te3_"}};
+  return component;
+}
+
+absl::StatusOr<Component> OpenVae(const std::string& base, FluxParts& parts) {
+  Component component;
+  component.name = "vae";
+  ASSIGN_OR_RETURN(const AutoencoderKlConfig config, AutoencoderKlConfig::Load(base + "/vae/config.json"));
+  ASSIGN_OR_RETURN(component.files, WeightFiles::Open(base + "/vae"));
+  const VaeFileLayout file = DetectVaeFileLayout(*component.files, config);
+  component.key_map = file.key_map;
+  component.prefix = file.prefix;
+  parts.vae = std::make_shared<const AutoencoderKl>(config);
+  component.layout = parts.vae->layout();
+  return component;
+}
+
+// -------------------------------------------------------------------------------------- defaults, preview
+
+// Latent → RGB by least squares over pictures, as in ComfyUI's latent_formats: FLUX.1's own latent space.
+constexpr float kFluxFactors[16][3] = {
+    {-0.0346f, 0.0244f, 0.0681f},   {0.0034f, 0.0210f, 0.0687f},    {0.0275f, -0.0668f, -0.0433f},
+    {-0.0174f, 0.0160f, 0.0617f},   {0.0859f, 0.0721f, 0.0329f},    {0.0004f, 0.0383f, 0.0115f},
+    {0.0405f, 0.0861f, 0.0915f},    {-0.0236f, -0.0185f, -0.0259f}, {-0.0245f, 0.0250f, 0.1180f},
+    {0.1008f, 0.0755f, -0.0421f},   {-0.0515f, 0.0201f, 0.0011f},   {0.0428f, -0.0012f, -0.0036f},
+    {0.0817f, 0.0765f, 0.0749f},    {-0.1264f, -0.0522f, -0.1103f}, {-0.0280f, -0.0881f, -0.0499f},
+    {-0.1262f, -0.0982f, -0.0778f},
+};
+constexpr float kFluxBias[3] = {-0.0329f, -0.0718f, -0.0851f};
+constexpr double kFluxScaling = 0.3611, kFluxShift = 0.1159;
+
+at::Tensor ToTensor(const std::vector<double>& numbers, std::vector<int64_t> shape) {
+  return at::tensor(numbers, at::kDouble).to(at::kFloat).view(shape);
+}
+
+absl::Status ReadLatentdJson(const std::string& path, FluxParts& parts) {
+  const AutoencoderKlConfig& vae = parts.vae->config();
+  if (vae.latent_channels == 16 && vae.scaling_factor == kFluxScaling && vae.shift_factor == kFluxShift) {
+    parts.preview.factors = at::tensor(at::ArrayRef<float>(&kFluxFactors[0][0], 16 * 3)).view({16, 3});
+    parts.preview.bias = at::tensor(at::ArrayRef<float>(kFluxBias, 3));
+  }
+  if (!fs::exists(path)) return absl::OkStatus();
+  ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(path));
+  JsonConfig defaults = json.Object("defaults");
+  ModelDefaults& d = parts.defaults;
+  d.width = defaults.Int("width", d.width, 1, 1 << 16);
+  d.height = defaults.Int("height", d.height, 1, 1 << 16);
+  d.steps = defaults.Int("steps", d.steps, 1, 1000);
+  d.guidance = defaults.Double("guidance", d.guidance, 0, 100);
+  d.true_cfg_scale = defaults.Double("true_cfg_scale", d.true_cfg_scale, 1, 100);
+  d.strength = defaults.Double("strength", d.strength, 1e-6, 1);
+  d.max_sequence_length = defaults.Int("max_sequence_length", d.max_sequence_length, 1, 512);
+  JsonConfig rgb = json.Object("latent_rgb");
+  const std::vector<double> factors = rgb.Doubles("factors"), bias = rgb.Doubles("bias");
+  if (!factors.empty()) {
+    if (static_cast<int64_t>(factors.size()) != vae.latent_channels * 3 || (!bias.empty() && bias.size() != 3)) {
+      rgb.Fail(Unsupported(absl::StrCat(rgb.label(), ": factors or bias have another number of entries")));
+    } else {
+      parts.preview.factors = ToTensor(factors, {vae.latent_channels, 3});
+      parts.preview.bias = bias.empty() ? at::zeros({3}) : ToTensor(bias, {3});
+    }
+  }
+  RETURN_IF_ERROR(json.status());
+  RETURN_IF_ERROR(defaults.status());
+  return rgb.status();
+}
+
+// The parts come from different files: they must fit each other.
+absl::Status CheckFit(const FluxParts& parts) {
+  const FluxConfig& config = parts.transformer->config();
+  if (parts.clip->config().dim != config.pooled_dim || parts.t5->config().dim != config.text_dim) {
+    return Unsupported(absl::StrCat("text encoders give ", parts.clip->config().dim, " and ", parts.t5->config().dim,
+                                    " channels, the transformer takes ", config.pooled_dim, " and ",
+                                    config.text_dim));
+  }
+  if (parts.vae->config().latent_channels * 4 != config.in_channels) {
+    return Unsupported(absl::StrCat("the VAE has ", parts.vae->config().latent_channels,
+                                    " latent channels, the transformer takes ", config.in_channels / 4));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+bool FluxFamily::Detect(const ModelFiles& files) const {
+  if (!files.file.empty()) {
+    auto weights = WeightFiles::Open(files.file);
+    return weights.ok() && DetectTransformerFile(**weights).known;
+  }
+  return IsFluxClass(PipelineClass(files.folder));
+}
+
+absl::StatusOr<std::unique_ptr<Pipeline>> FluxFamily::Open(const ModelFiles& files) const {
+  const bool single = !files.file.empty();
+  const std::string base = single ? files.base_folder : files.folder;
+  if (base.empty()) {
+    return Unsupported(absl::StrCat(files.name, " is a transformer alone and needs a base model that lends it "
+                                    "text encoders and VAE"));
+  }
+  const std::string name = PipelineClass(base);
+  if (!IsTextToImageClass(name)) {
+    return Unsupported(absl::StrCat(name.empty() ? "a folder without model_index.json" : name, " is not supported"));
+  }
+  FluxParts parts;
+  ASSIGN_OR_RETURN(Component clip, OpenClip(base, parts));
+  ASSIGN_OR_RETURN(Component t5, OpenT5(base, parts));
+  ASSIGN_OR_RETURN(Component transformer, OpenTransformer(files, base, parts));
+  ASSIGN_OR_RETURN(Component vae, OpenVae(base, parts));
+  for (Component* component : {&clip, &t5, &transformer, &vae}) parts.components.push_back(std::move(*component));
+  ASSIGN_OR_RETURN(parts.schedule, FlowMatchConfig::Load(base + "/scheduler/scheduler_config.json"));
+  RETURN_IF_ERROR(CheckFit(parts));
+
+  const bool dev = parts.transformer->config().guidance_embeds;
+  parts.variant = dev ? "dev" : "schnell";
+  parts.defaults = dev ? ModelDefaults{.steps = 28, .guidance = 3.5, .max_sequence_length = 512}
+                       : ModelDefaults{.steps = 4, .guidance = 0, .max_sequence_length = 256};
+  RETURN_IF_ERROR(ReadLatentdJson(base + "/latentd.json", parts));
+  return std::make_unique<FluxPipeline>(std::move(parts));
+}
+
+}  // namespace latentd

@@ -1,0 +1,324 @@
+#include "families/flux/flux_pipeline.h"
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <utility>
+
+#include "ATen/ATen.h"
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "families/image/resize.h"
+#include "families/sampling/noise.h"
+
+namespace latentd {
+namespace {
+
+constexpr int64_t kMaxSide = 4096;
+constexpr int64_t kMaxPixels = 2048 * 4096;
+constexpr int64_t kMaxInitImageSide = 16384;
+constexpr int64_t kMaxSteps = 1000;
+constexpr int64_t kMaxTextTokens = 512;
+constexpr size_t kMaxPictures = 64;
+constexpr size_t kMaxPromptBytes = 64 << 10;
+constexpr double kMaxGuidance = 100;
+constexpr double kMaxShift = 100;
+
+constexpr char kPooled[] = "pooled", kT5[] = "t5", kNegativePooled[] = "neg.pooled", kNegativeT5[] = "neg.t5";
+
+bool UsesNegative(const GenerateParams& params) { return *params.true_cfg_scale > 1; }
+
+// -------------------------------------------------------------------------------------------- validation
+
+absl::Status CheckRange(absl::string_view field, double value, double min, double max) {
+  if (value >= min && value <= max) return absl::OkStatus();  // NaN fails too
+  return FieldError(field, absl::StrCat("must be from ", min, " to ", max, "; it is ", value));
+}
+
+absl::Status CheckSide(absl::string_view field, int64_t value, int64_t multiple) {
+  if (value >= multiple && value <= kMaxSide && value % multiple == 0) return absl::OkStatus();
+  return FieldError(field, absl::StrCat("must be a multiple of ", multiple, " from ", multiple, " to ", kMaxSide,
+                                        "; it is ", value));
+}
+
+absl::Status CheckPrompt(absl::string_view field, const std::string& text) {
+  if (text.size() <= kMaxPromptBytes) return absl::OkStatus();
+  return FieldError(field, absl::StrCat("is ", text.size(), " bytes; at most ", kMaxPromptBytes, " are taken"));
+}
+
+absl::Status CheckInitImage(const at::Tensor& image) {
+  if (image.dim() != 3 || image.size(2) != 3 || image.scalar_type() != at::kByte) {
+    return FieldError("params.init_image", "must be 8-bit RGB");
+  }
+  for (int64_t side : {image.size(0), image.size(1)}) {
+    if (side < 1 || side > kMaxInitImageSide) {
+      return FieldError("params.init_image", absl::StrCat("is ", image.size(1), "×", image.size(0),
+                                                          " pixels; a side must be from 1 to ", kMaxInitImageSide));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// --------------------------------------------------------------------------------------------- denoising
+
+// One guided or unguided pass needs these; a run with a negative prompt has two of them.
+struct Prompt {
+  at::Tensor t5, pooled;  // as they came, until the first step
+  FluxText text;
+  FluxConditioning conditioning;
+};
+
+class FluxDenoiser : public Denoiser {
+ public:
+  FluxDenoiser(std::shared_ptr<const FluxTransformer> transformer, std::vector<float> sigmas, int64_t start,
+               std::vector<at::Tensor> pictures, std::vector<Prompt> prompts, const GenerateParams& params,
+               int64_t latent_height, int64_t latent_width)
+      : transformer_(std::move(transformer)),
+        sigmas_(std::move(sigmas)),
+        start_(start),
+        index_(start),
+        pictures_(std::move(pictures)),
+        prompts_(std::move(prompts)),
+        guidance_(*params.guidance),
+        true_cfg_scale_(*params.true_cfg_scale),
+        height_(latent_height),
+        width_(latent_width) {}
+
+  int64_t step_count() const override { return last() - start_; }
+  bool done() const override { return index_ == last(); }
+
+  absl::StatusOr<StepReport> Step(const WeightView& w) override {
+    c10::InferenceMode inference;
+    if (index_ == start_) Prepare(w);
+    const float sigma = sigmas_[static_cast<size_t>(index_)];
+    const float next = sigmas_[static_cast<size_t>(index_) + 1];
+    std::vector<at::Tensor> modulations;
+    for (const Prompt& prompt : prompts_) {
+      modulations.push_back(transformer_->Modulation(w, sigma, prompt.conditioning));
+    }
+    // All pictures before any is replaced: a step that fails half-way can be repeated.
+    std::vector<at::Tensor> stepped;
+    for (const at::Tensor& x : pictures_) {
+      at::Tensor velocity = (*transformer_)(w, x, modulations[0], prompts_[0].text);
+      if (prompts_.size() > 1) {
+        const at::Tensor negative = (*transformer_)(w, x, modulations[1], prompts_[1].text);
+        velocity = velocity.sub_(negative).mul_(true_cfg_scale_).add_(negative);
+      }
+      stepped.push_back(EulerStep(x, velocity, sigma, next));
+    }
+    pictures_ = std::move(stepped);
+    ++index_;
+    return StepReport{.index = index_ - start_, .count = step_count(), .sigma = sigma};
+  }
+
+  at::Tensor latents() const override {
+    c10::InferenceMode inference;
+    return UnpackLatents(at::cat(pictures_), height_, width_);
+  }
+
+ private:
+  int64_t last() const { return static_cast<int64_t>(sigmas_.size()) - 1; }
+
+  // What the weights make of the prompts is the same in all steps.
+  void Prepare(const WeightView& w) {
+    for (Prompt& prompt : prompts_) {
+      prompt.text = transformer_->PrepareText(w, prompt.t5, height_ / 2, width_ / 2);
+      prompt.conditioning = transformer_->PrepareConditioning(w, prompt.pooled, guidance_);
+    }
+  }
+
+  const std::shared_ptr<const FluxTransformer> transformer_;
+  const std::vector<float> sigmas_;
+  const int64_t start_;
+  int64_t index_;                     // of the step to come, in sigmas_
+  std::vector<at::Tensor> pictures_;  // packed latents, [1, tokens, 64] each
+  std::vector<Prompt> prompts_;       // wanted, then unwanted
+  const double guidance_, true_cfg_scale_;
+  const int64_t height_, width_;  // of the latents
+};
+
+}  // namespace
+
+absl::Status FluxPipeline::Validate(GenerateParams& params) const {
+  const ModelDefaults& defaults = parts_.defaults;
+  RETURN_IF_ERROR(CheckPrompt("params.prompt", params.prompt));
+  if (params.negative_prompt) RETURN_IF_ERROR(CheckPrompt("params.negative_prompt", *params.negative_prompt));
+
+  if (!params.width) params.width = defaults.width;
+  if (!params.height) params.height = defaults.height;
+  RETURN_IF_ERROR(CheckSide("params.width", *params.width, PixelsPerToken()));
+  RETURN_IF_ERROR(CheckSide("params.height", *params.height, PixelsPerToken()));
+  if (*params.width * *params.height > kMaxPixels) {
+    return FieldError("params.height", absl::StrCat(*params.width, "×", *params.height, " is more than ",
+                                                    kMaxPixels, " pixels"));
+  }
+  if (!params.steps) params.steps = defaults.steps;
+  RETURN_IF_ERROR(CheckRange("params.steps", static_cast<double>(*params.steps), 1, kMaxSteps));
+  if (!params.guidance) params.guidance = defaults.guidance;
+  RETURN_IF_ERROR(CheckRange("params.guidance", *params.guidance, 0, kMaxGuidance));
+  if (!params.true_cfg_scale) params.true_cfg_scale = defaults.true_cfg_scale;
+  RETURN_IF_ERROR(CheckRange("params.true_cfg_scale", *params.true_cfg_scale, 1, kMaxGuidance));
+  if (UsesNegative(params) && !params.negative_prompt) params.negative_prompt = "";
+  if (!params.sampler) params.sampler = defaults.sampler;
+  if (*params.sampler != "euler") {
+    return FieldError("params.sampler", absl::StrCat("\"", *params.sampler, "\" is not known; there is \"euler\""));
+  }
+  if (params.shift && (!std::isfinite(*params.shift) || *params.shift <= 0 || *params.shift > kMaxShift)) {
+    return FieldError("params.shift", absl::StrCat("must be above 0 and at most ", kMaxShift));
+  }
+  if (!params.max_sequence_length) params.max_sequence_length = defaults.max_sequence_length;
+  RETURN_IF_ERROR(CheckRange("params.max_sequence_length", static_cast<double>(*params.max_sequence_length), 1,
+                             kMaxTextTokens));
+  if (params.seeds.empty()) {
+    std::random_device device;
+    params.seeds = {device()};
+  }
+  RETURN_IF_ERROR(CheckRange("params.count", static_cast<double>(params.seeds.size()), 1, kMaxPictures));
+
+  if (!params.strength) params.strength = defaults.strength;
+  if (!std::isfinite(*params.strength) || *params.strength <= 0 || *params.strength > 1) {
+    return FieldError("params.init_image.strength", "must be above 0 and at most 1");
+  }
+  if (params.init_image.defined()) {
+    RETURN_IF_ERROR(CheckInitImage(params.init_image));
+    if (StartIndex(*params.steps, *params.strength) >= *params.steps) {
+      return FieldError("params.init_image.strength", absl::StrCat(*params.strength, " of ", *params.steps,
+                                                                   " steps leaves none to run"));
+    }
+  }
+  if (params.noise.defined()) {
+    std::vector<int64_t> shape = LatentShape(params);
+    shape[0] = static_cast<int64_t>(params.seeds.size());
+    if (params.noise.sizes() != at::IntArrayRef(shape)) return FieldError("params.noise", "has another shape");
+  }
+  return absl::OkStatus();
+}
+
+std::vector<int64_t> FluxPipeline::LatentShape(const GenerateParams& params) const {
+  const int64_t scale = parts_.vae->config().scale();
+  return {1, parts_.vae->config().latent_channels, *params.height / scale, *params.width / scale};
+}
+
+std::vector<std::string> FluxPipeline::EncoderComponents(const GenerateParams& params) const {
+  return {"text_encoder", "text_encoder_2"};
+}
+
+absl::Status FluxPipeline::Encode(const std::string& component, const WeightView& weights,
+                                  const GenerateParams& params, Conditioning& conditioning) const {
+  c10::InferenceMode inference;
+  auto encode = [&](const std::string& text, const char* pooled_key, const char* t5_key) {
+    if (component == "text_encoder") {
+      const int64_t length =
+          std::min(parts_.clip_tokenizer->model_max_length(), parts_.clip->config().positions);
+      conditioning[pooled_key] = (*parts_.clip)(weights, parts_.clip_tokenizer->Encode(text, length)).pooled;
+    } else {
+      conditioning[t5_key] =
+          (*parts_.t5)(weights, parts_.t5_tokenizer->Encode(text, *params.max_sequence_length));
+    }
+  };
+  if (component != "text_encoder" && component != "text_encoder_2") {
+    return absl::InvalidArgumentError(absl::StrCat(component, " encodes no text"));
+  }
+  encode(params.prompt, kPooled, kT5);
+  if (UsesNegative(params)) encode(*params.negative_prompt, kNegativePooled, kNegativeT5);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<at::Tensor> FluxPipeline::EncodeImage(const WeightView& weights,
+                                                     const GenerateParams& params) const {
+  c10::InferenceMode inference;
+  const at::Tensor source = params.init_image.contiguous();
+  std::vector<uint8_t> pixels = ResizeLanczos(source.const_data_ptr<uint8_t>(), source.size(1), source.size(0),
+                                              *params.width, *params.height);
+  const at::Tensor bytes = at::from_blob(pixels.data(), {*params.height, *params.width, 3}, at::kByte);
+  const at::Tensor picture =
+      bytes.to(weights.compute_type()).div_(255).mul_(2).sub_(1).permute({2, 0, 1}).unsqueeze(0).contiguous();
+  const AutoencoderKl::Posterior posterior = parts_.vae->Encode(weights, picture);
+  std::vector<at::Tensor> samples;
+  for (uint64_t seed : params.seeds) {
+    samples.push_back(posterior.Sample(DrawNoise(seed, posterior.mean.sizes().vec())[0]));
+  }
+  return parts_.vae->ToModel(at::cat(samples));
+}
+
+absl::StatusOr<std::unique_ptr<Denoiser>> FluxPipeline::Begin(const GenerateParams& params,
+                                                              Conditioning conditioning,
+                                                              at::Tensor init_latents) const {
+  c10::InferenceMode inference;
+  const std::vector<int64_t> shape = LatentShape(params);
+  const int64_t tokens = shape[2] / 2 * (shape[3] / 2);
+  std::vector<float> sigmas = FlowMatchSigmas(parts_.schedule, *params.steps, tokens, params.shift);
+  const bool from_image = init_latents.defined();
+  const int64_t start = from_image ? StartIndex(*params.steps, *params.strength) : 0;
+
+  std::vector<at::Tensor> pictures;
+  for (size_t i = 0; i < params.seeds.size(); ++i) {
+    const auto n = static_cast<int64_t>(i);
+    // The seed's first draw went into the sample of the init image, where there is one.
+    at::Tensor x = params.noise.defined() ? params.noise.narrow(0, n, 1)
+                                          : DrawNoise(params.seeds[i], shape, from_image ? 2 : 1).back();
+    if (from_image) {
+      const at::Tensor picture = init_latents.size(0) == 1 ? init_latents : init_latents.narrow(0, n, 1);
+      if (picture.sizes() != x.sizes()) return absl::InternalError("init latents have another shape");
+      x = AddNoise(picture, x, sigmas[static_cast<size_t>(start)]);
+    }
+    pictures.push_back(PackLatents(x));
+  }
+
+  auto take = [&](const char* t5, const char* pooled) -> absl::StatusOr<Prompt> {
+    Prompt prompt{conditioning[t5], conditioning[pooled], {}, {}};
+    if (!prompt.t5.defined() || !prompt.pooled.defined()) return absl::InternalError("a prompt was not encoded");
+    return prompt;
+  };
+  std::vector<Prompt> prompts(1);
+  ASSIGN_OR_RETURN(prompts[0], take(kT5, kPooled));
+  if (UsesNegative(params)) {
+    ASSIGN_OR_RETURN(Prompt negative, take(kNegativeT5, kNegativePooled));
+    prompts.push_back(std::move(negative));
+  }
+  return std::make_unique<FluxDenoiser>(parts_.transformer, std::move(sigmas), start, std::move(pictures),
+                                        std::move(prompts), params, shape[2], shape[3]);
+}
+
+absl::StatusOr<at::Tensor> FluxPipeline::Decode(const WeightView& weights, const at::Tensor& latents) const {
+  c10::InferenceMode inference;
+  at::Tensor picture = parts_.vae->Decode(weights, parts_.vae->FromModel(latents.to(weights.compute_type())));
+  picture = picture.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_();
+  return picture.squeeze(0).permute({1, 2, 0}).to(at::kByte).contiguous();
+}
+
+at::Tensor FluxPipeline::Preview(const at::Tensor& latents) const {
+  c10::InferenceMode inference;
+  if (!parts_.preview.factors.defined()) return {};
+  const at::Tensor places = latents.squeeze(0).permute({1, 2, 0}).to(at::kFloat);
+  at::Tensor rgb = at::matmul(places, parts_.preview.factors).add_(parts_.preview.bias);
+  return rgb.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_().to(at::kByte).contiguous();
+}
+
+int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateParams& params) const {
+  constexpr int64_t kSlackBytes = 8 << 20;
+  const std::vector<int64_t> shape = LatentShape(params);
+  const auto pictures = static_cast<int64_t>(params.seeds.size());
+  const int64_t latent_bytes = shape[1] * shape[2] * shape[3] * pictures * int64_t{sizeof(float)};
+  if (component == "vae") {
+    return latent_bytes + std::max(parts_.vae->EncodeBytes(*params.width, *params.height),
+                                   parts_.vae->DecodeBytes(*params.width, *params.height));
+  }
+  if (component == "transformer") {
+    // Two of the latents of all pictures while a step is made, twice the prompt with a negative one.
+    const int64_t text = *params.max_sequence_length * (UsesNegative(params) ? 2 : 1);
+    return 3 * latent_bytes + parts_.transformer->WorkingBytes(text, shape[2] / 2 * (shape[3] / 2));
+  }
+  if (component == "text_encoder") {
+    const ClipTextConfig& c = parts_.clip->config();
+    return kSlackBytes + c.positions * (8 * c.dim + 2 * c.hidden) * int64_t{sizeof(float)} +
+           c.dim * c.hidden * int64_t{sizeof(float)};
+  }
+  const T5Config& t = parts_.t5->config();
+  const int64_t length = *params.max_sequence_length, inner = t.heads * t.head_dim;
+  return kSlackBytes + (length * (4 * t.dim + 4 * inner + 3 * t.hidden) + 2 * t.heads * length * length +
+                        t.dim * std::max(t.hidden, inner)) *
+                           int64_t{sizeof(float)};
+}
+
+}  // namespace latentd

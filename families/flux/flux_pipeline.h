@@ -1,0 +1,85 @@
+// FLUX.1 text-to-image and image-to-image: what happens between a prompt and a picture.
+//
+// Immutable; any thread. Denoisers share the network with the pipeline that made them and may outlive it.
+#ifndef LATENTD_FAMILIES_FLUX_FLUX_PIPELINE_H_
+#define LATENTD_FAMILIES_FLUX_FLUX_PIPELINE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+#include "families/family.h"
+#include "families/flux/flux_transformer.h"
+#include "families/sampling/flow_match.h"
+#include "families/text/clip_text_model.h"
+#include "families/text/clip_tokenizer.h"
+#include "families/text/t5_encoder.h"
+#include "families/text/t5_tokenizer.h"
+#include "families/vae/autoencoder_kl.h"
+
+namespace latentd {
+
+// rgb = latents·factors + bias, in [-1, 1]: a rough picture of unfinished latents.
+struct LatentPreview {
+  at::Tensor factors;  // [channels, 3] fp32; undefined where the model has none
+  at::Tensor bias;     // [3]
+};
+
+// Everything that a FLUX.1 model is made of, described; filled in by FluxFamily::Open.
+struct FluxParts {
+  std::string variant;  // "dev", "schnell"
+  ModelDefaults defaults;
+  std::vector<Component> components;
+  std::shared_ptr<const FluxTransformer> transformer;
+  std::shared_ptr<const ClipTextModel> clip;
+  std::shared_ptr<const T5Encoder> t5;
+  std::shared_ptr<const AutoencoderKl> vae;
+  std::shared_ptr<const ClipTokenizer> clip_tokenizer;
+  std::shared_ptr<const T5Tokenizer> t5_tokenizer;
+  FlowMatchConfig schedule;
+  LatentPreview preview;
+};
+
+class FluxPipeline : public Pipeline {
+ public:
+  explicit FluxPipeline(FluxParts parts) : parts_(std::move(parts)) {}
+
+  absl::string_view family() const override { return "flux"; }
+  absl::string_view variant() const override { return parts_.variant; }
+  const std::vector<Component>& components() const override { return parts_.components; }
+  const ModelDefaults& defaults() const override { return parts_.defaults; }
+
+  absl::Status Validate(GenerateParams& params) const override;
+
+  std::vector<std::string> EncoderComponents(const GenerateParams& params) const override;
+  absl::Status Encode(const std::string& component, const WeightView& weights, const GenerateParams& params,
+                      Conditioning& conditioning) const override;
+
+  std::string image_encoder_component() const override { return "vae"; }
+  absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params) const override;
+
+  std::string denoiser_component() const override { return "transformer"; }
+  absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params, Conditioning conditioning,
+                                                  at::Tensor init_latents) const override;
+
+  std::string decoder_component() const override { return "vae"; }
+  absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents) const override;
+  at::Tensor Preview(const at::Tensor& latents) const override;
+  int64_t WorkingBytes(const std::string& component, const GenerateParams& params) const override;
+
+  const FluxParts& parts() const { return parts_; }
+
+ private:
+  // Pixels per token and direction: the VAE's factor and packing by 2×2.
+  int64_t PixelsPerToken() const { return 2 * parts_.vae->config().scale(); }
+  std::vector<int64_t> LatentShape(const GenerateParams& params) const;  // of one picture, [1, C, h, w]
+
+  FluxParts parts_;
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_FAMILIES_FLUX_FLUX_PIPELINE_H_

@@ -1,0 +1,240 @@
+#include "families/flux/flux_transformer.h"
+
+#include <algorithm>
+#include <array>
+
+#include "ATen/ATen.h"
+#include "absl/strings/str_cat.h"
+#include "families/nn/rope.h"
+
+namespace latentd {
+namespace {
+
+constexpr int64_t kSinusoidDim = 256;
+constexpr float kTrainSteps = 1000;
+constexpr double kNormEps = 1e-6;
+
+// The vectors of a modulation, each [dim]; those in `scales` have 1 added: LN(x)·(1 + scale) + shift.
+std::vector<at::Tensor> Modulate(const WeightView& w, const FluxModulation& modulation, const at::Tensor& vec,
+                                 std::initializer_list<int64_t> scales) {
+  at::Tensor rows = modulation.linear(w, vec).view({-1, modulation.dim});
+  for (int64_t row : scales) rows.select(0, row).add_(1);
+  return rows.unbind(0);
+}
+
+// LayerNorm without weights of its own, scaled and shifted by a modulation, in one pass.
+at::Tensor ModulatedNorm(const at::Tensor& x, const at::Tensor& scale, const at::Tensor& shift) {
+  return at::layer_norm(x, {x.size(-1)}, scale, shift, kNormEps);
+}
+
+FluxModulation DescribeModulation(ComponentLayout& layout, const std::string& name, int64_t dim, int64_t parts) {
+  return {Linear::Describe(layout, name, dim, parts * dim), dim};
+}
+
+struct Heads {
+  at::Tensor q, k, v;  // [1, tokens, heads, head_dim]
+};
+
+// Queries and keys are normalised per head.
+template <typename Projections>
+Heads Project(const WeightView& w, const Projections& p, const at::Tensor& x, int64_t head_dim) {
+  return {p.norm_q(w, SplitHeads(p.q(w, x), head_dim)), p.norm_k(w, SplitHeads(p.k(w, x), head_dim)),
+          SplitHeads(p.v(w, x), head_dim)};
+}
+
+at::Tensor RotatedAttention(Heads heads, const at::Tensor& rope) {
+  return Attention(ApplyRopeInPlace(heads.q, rope), ApplyRopeInPlace(heads.k, rope), heads.v);
+}
+
+}  // namespace
+
+FluxTokens FluxTokens::Join(const at::Tensor& text, const at::Tensor& image) {
+  FluxTokens tokens;
+  const int64_t n = text.size(1);
+  tokens.joint = at::cat({text, image}, 1);
+  tokens.text = tokens.joint.narrow(1, 0, n);
+  tokens.image = tokens.joint.narrow(1, n, image.size(1));
+  return tokens;
+}
+
+// ------------------------------------------------------------------------------------------------- blocks
+
+FluxDoubleBlock FluxDoubleBlock::Describe(ComponentLayout& layout, const std::string& name,
+                                          const FluxConfig& config) {
+  const int64_t dim = config.dim();
+  FluxDoubleBlock block;
+  block.head_dim = config.head_dim;
+  layout.BeginBlock(name);
+  block.image.modulation = DescribeModulation(layout, name + ".norm1.linear", dim, 6);
+  block.text.modulation = DescribeModulation(layout, name + ".norm1_context.linear", dim, 6);
+  auto describe = [&](FluxStream& stream, const std::array<const char*, 6>& names) {
+    const std::string attention = name + ".attn.";
+    stream.q = Linear::Describe(layout, attention + names[0], dim, dim);
+    stream.k = Linear::Describe(layout, attention + names[1], dim, dim);
+    stream.v = Linear::Describe(layout, attention + names[2], dim, dim);
+    stream.norm_q = RmsNorm::Describe(layout, attention + names[3], config.head_dim, kNormEps);
+    stream.norm_k = RmsNorm::Describe(layout, attention + names[4], config.head_dim, kNormEps);
+    stream.out = Linear::Describe(layout, attention + names[5], dim, dim);
+  };
+  describe(block.image, {"to_q", "to_k", "to_v", "norm_q", "norm_k", "to_out.0"});
+  describe(block.text, {"add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k", "to_add_out"});
+  block.image.mlp.in = Linear::Describe(layout, name + ".ff.net.0.proj", dim, config.mlp_dim());
+  block.image.mlp.out = Linear::Describe(layout, name + ".ff.net.2", config.mlp_dim(), dim);
+  block.text.mlp.in = Linear::Describe(layout, name + ".ff_context.net.0.proj", dim, config.mlp_dim());
+  block.text.mlp.out = Linear::Describe(layout, name + ".ff_context.net.2", config.mlp_dim(), dim);
+  return block;
+}
+
+void FluxDoubleBlock::operator()(const WeightView& w, FluxTokens& tokens, const at::Tensor& vec,
+                                 const at::Tensor& rope) const {
+  enum { kShift, kScale, kGate, kMlpShift, kMlpScale, kMlpGate };
+  const std::vector<at::Tensor> image_mod = Modulate(w, image.modulation, vec, {kScale, kMlpScale});
+  const std::vector<at::Tensor> text_mod = Modulate(w, text.modulation, vec, {kScale, kMlpScale});
+
+  const Heads i = Project(w, image, ModulatedNorm(tokens.image, image_mod[kScale], image_mod[kShift]), head_dim);
+  const Heads t = Project(w, text, ModulatedNorm(tokens.text, text_mod[kScale], text_mod[kShift]), head_dim);
+  const at::Tensor attended =
+      RotatedAttention({at::cat({t.q, i.q}, 1), at::cat({t.k, i.k}, 1), at::cat({t.v, i.v}, 1)}, rope);
+
+  auto finish = [&](const FluxStream& stream, at::Tensor& x, const at::Tensor& a, const std::vector<at::Tensor>& mod) {
+    x.addcmul_(stream.out(w, a), mod[kGate]);
+    x.addcmul_(stream.mlp(w, ModulatedNorm(x, mod[kMlpScale], mod[kMlpShift])), mod[kMlpGate]);
+  };
+  const int64_t n = tokens.text.size(1);
+  finish(text, tokens.text, attended.narrow(1, 0, n), text_mod);
+  finish(image, tokens.image, attended.narrow(1, n, tokens.image.size(1)), image_mod);
+}
+
+FluxSingleBlock FluxSingleBlock::Describe(ComponentLayout& layout, const std::string& name,
+                                          const FluxConfig& config) {
+  const int64_t dim = config.dim();
+  FluxSingleBlock block;
+  block.head_dim = config.head_dim;
+  layout.BeginBlock(name);
+  block.modulation = DescribeModulation(layout, name + ".norm.linear", dim, 3);
+  block.q = Linear::Describe(layout, name + ".attn.to_q", dim, dim);
+  block.k = Linear::Describe(layout, name + ".attn.to_k", dim, dim);
+  block.v = Linear::Describe(layout, name + ".attn.to_v", dim, dim);
+  block.norm_q = RmsNorm::Describe(layout, name + ".attn.norm_q", config.head_dim, kNormEps);
+  block.norm_k = RmsNorm::Describe(layout, name + ".attn.norm_k", config.head_dim, kNormEps);
+  block.mlp = Linear::Describe(layout, name + ".proj_mlp", dim, config.mlp_dim());
+  block.out = Linear::Describe(layout, name + ".proj_out", dim + config.mlp_dim(), dim);
+  return block;
+}
+
+void FluxSingleBlock::operator()(const WeightView& w, FluxTokens& tokens, const at::Tensor& vec,
+                                 const at::Tensor& rope) const {
+  enum { kShift, kScale, kGate };
+  at::Tensor& x = tokens.joint;
+  const std::vector<at::Tensor> mod = Modulate(w, modulation, vec, {kScale});
+  const at::Tensor n = ModulatedNorm(x, mod[kScale], mod[kShift]);
+  const at::Tensor attended = RotatedAttention(Project(w, *this, n, head_dim), rope);
+  const at::Tensor hidden = mlp(w, n);
+
+  // [attention | gelu(mlp)], the activation written where it is needed.
+  const int64_t dim = attended.size(2);
+  at::Tensor both = at::empty({1, x.size(1), dim + hidden.size(2)}, x.options());
+  both.narrow(2, 0, dim).copy_(attended);
+  at::Tensor right = both.narrow(2, dim, hidden.size(2));
+  at::gelu_out(right, hidden, "tanh");
+  x.addcmul_(out(w, both), mod[kGate]);
+}
+
+// -------------------------------------------------------------------------------------------- transformer
+
+FluxTransformer::FluxTransformer(const FluxConfig& config) : config_(config) {
+  auto layout = std::make_shared<ComponentLayout>();
+  const int64_t dim = config.dim();
+  layout->BeginBlock("embedders");
+  x_embedder_ = Linear::Describe(*layout, "x_embedder", config.in_channels, dim);
+  context_embedder_ = Linear::Describe(*layout, "context_embedder", config.text_dim, dim);
+  time_embedder_ = EmbedderMlp::Describe(*layout, "time_text_embed.timestep_embedder", kSinusoidDim, dim);
+  if (config.guidance_embeds) {
+    guidance_embedder_ = EmbedderMlp::Describe(*layout, "time_text_embed.guidance_embedder", kSinusoidDim, dim);
+  }
+  text_embedder_ = EmbedderMlp::Describe(*layout, "time_text_embed.text_embedder", config.pooled_dim, dim);
+  for (int64_t i = 0; i < config.double_blocks; ++i) {
+    double_blocks_.push_back(FluxDoubleBlock::Describe(*layout, absl::StrCat("transformer_blocks.", i), config));
+  }
+  for (int64_t i = 0; i < config.single_blocks; ++i) {
+    single_blocks_.push_back(
+        FluxSingleBlock::Describe(*layout, absl::StrCat("single_transformer_blocks.", i), config));
+  }
+  layout->BeginBlock("output");
+  norm_out_ = DescribeModulation(*layout, "norm_out.linear", dim, 2);
+  proj_out_ = Linear::Describe(*layout, "proj_out", dim, config.out_channels);
+  layout_ = std::move(layout);
+}
+
+FluxText FluxTransformer::PrepareText(const WeightView& w, const at::Tensor& t5, int64_t rows,
+                                      int64_t columns) const {
+  // Positions are (0, row, column); text stands at the origin.
+  const int64_t text_tokens = t5.size(1);
+  at::Tensor positions = at::zeros({text_tokens + rows * columns, 3}, at::kFloat);
+  at::Tensor grid = positions.narrow(0, text_tokens, rows * columns).view({rows, columns, 3});
+  grid.select(2, 1).copy_(at::arange(rows, at::kFloat).unsqueeze(1).expand({rows, columns}));
+  grid.select(2, 2).copy_(at::arange(columns, at::kFloat).unsqueeze(0).expand({rows, columns}));
+  return {context_embedder_(w, t5.to(w.compute_type())), RopeTable(positions, config_.axes)};
+}
+
+FluxConditioning FluxTransformer::PrepareConditioning(const WeightView& w, const at::Tensor& pooled,
+                                                      double guidance) const {
+  FluxConditioning conditioning;
+  if (guidance_embedder_) {
+    const float value = static_cast<float>(guidance) * kTrainSteps;
+    conditioning.guidance = (*guidance_embedder_)(w, SinusoidalEmbedding(value, kSinusoidDim));
+  }
+  conditioning.pooled = text_embedder_(w, pooled.to(w.compute_type()));
+  return conditioning;
+}
+
+at::Tensor FluxTransformer::Modulation(const WeightView& w, float sigma,
+                                       const FluxConditioning& conditioning) const {
+  // The pipeline hands over t/1000 and the network multiplies by 1000, each rounded to fp32.
+  const float t = sigma * kTrainSteps / kTrainSteps * kTrainSteps;
+  at::Tensor vec = time_embedder_(w, SinusoidalEmbedding(t, kSinusoidDim));
+  if (conditioning.guidance.defined()) vec.add_(conditioning.guidance);
+  return at::silu_(vec.add_(conditioning.pooled));
+}
+
+at::Tensor FluxTransformer::operator()(const WeightView& w, const at::Tensor& x, const at::Tensor& vec,
+                                       const FluxText& text) const {
+  FluxTokens tokens = FluxTokens::Join(text.tokens, x_embedder_(w, x));
+  for (const FluxDoubleBlock& block : double_blocks_) block(w, tokens, vec, text.rope);
+  for (const FluxSingleBlock& block : single_blocks_) block(w, tokens, vec, text.rope);
+  enum { kScale, kShift };
+  const std::vector<at::Tensor> mod = Modulate(w, norm_out_, vec, {kScale});
+  return proj_out_(w, ModulatedNorm(tokens.image, mod[kScale], mod[kShift]));
+}
+
+int64_t FluxTransformer::WorkingBytes(int64_t text_tokens, int64_t image_tokens) const {
+  // At its widest, a single block holds per token: x, its norm, q, k, v, the attended values (6·dim), and of
+  // the MLP the hidden layer and [attention | activation] (mlp + dim + mlp); doubled q and k while they are
+  // normalised. Beside that, the largest weight in fp32 where it is stored in another type.
+  const int64_t dim = config_.dim();
+  const int64_t per_token = 9 * dim + 2 * config_.mlp_dim() + config_.head_dim + 4 * config_.in_channels;
+  int64_t largest_weight = 0;
+  for (const TensorDecl& tensor : layout_->tensors()) {
+    int64_t n = 1;
+    for (int64_t extent : tensor.shape) n *= extent;
+    largest_weight = std::max(largest_weight, n);
+  }
+  constexpr int64_t kSlackBytes = 8 << 20;
+  return ((text_tokens + image_tokens) * per_token + largest_weight) * int64_t{sizeof(float)} + kSlackBytes;
+}
+
+// ------------------------------------------------------------------------------------------------ packing
+
+at::Tensor PackLatents(const at::Tensor& latents) {
+  const int64_t n = latents.size(0), c = latents.size(1), h = latents.size(2), w = latents.size(3);
+  return latents.reshape({n, c, h / 2, 2, w / 2, 2}).permute({0, 2, 4, 1, 3, 5}).reshape({n, h / 2 * (w / 2), c * 4});
+}
+
+at::Tensor UnpackLatents(const at::Tensor& tokens, int64_t height, int64_t width) {
+  const int64_t n = tokens.size(0), c = tokens.size(2) / 4;
+  return tokens.reshape({n, height / 2, width / 2, c, 2, 2})
+      .permute({0, 3, 1, 4, 2, 5})
+      .reshape({n, c, height, width});
+}
+
+}  // namespace latentd

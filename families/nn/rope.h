@@ -1,0 +1,26 @@
+// Rotary position embedding, interleaved layout: channels (0,1), (2,3), … of a head are pairs, each turned
+// by an angle that depends on the token's position. Formula: Su et al. 2021, "RoFormer", section 3.2; several
+// axes (text index, row, column) share out the channels of a head.
+//
+// Pure functions; any thread.
+#ifndef LATENTD_FAMILIES_NN_ROPE_H_
+#define LATENTD_FAMILIES_NN_ROPE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+
+namespace latentd {
+
+// cos + i·sin of every angle, complex64 [tokens, 1, head_dim / 2]. `positions`: fp32 or int64 [tokens, axes];
+// `axes`: channels per axis, even, summing to head_dim. Angles are computed in fp64: position · theta^(−2j/d).
+at::Tensor RopeTable(const at::Tensor& positions, const std::vector<int64_t>& axes, double theta = 10000);
+
+// Turns x [batch, tokens, heads, head_dim] by `table`, in place; returns x. REQUIRES: x is fp32, contiguous,
+// and not in use elsewhere.
+at::Tensor ApplyRopeInPlace(at::Tensor x, const at::Tensor& table);
+
+}  // namespace latentd
+
+#endif  // LATENTD_FAMILIES_NN_ROPE_H_

@@ -1,0 +1,64 @@
+// CLIP's text encoder. Architecture: Radford et al. 2021, "Learning Transferable Visual Models From Natural
+// Language Supervision"; names and numerics are those of transformers' CLIPTextModel.
+//
+// Immutable after the constructor; any thread, each with a view of its own.
+#ifndef LATENTD_FAMILIES_TEXT_CLIP_TEXT_MODEL_H_
+#define LATENTD_FAMILIES_TEXT_CLIP_TEXT_MODEL_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+#include "cache/component_layout.h"
+#include "families/nn/layers.h"
+#include "patcher/weight_view.h"
+
+namespace latentd {
+
+struct ClipTextConfig {
+  int64_t vocabulary = 49408, positions = 77;
+  int64_t dim = 512, hidden = 2048, layers = 12, heads = 8;
+  Activation activation = Activation::kQuickGelu;
+  double eps = 1e-5;
+  // The pooled row is the first one of this token; 2 is an old config's way to say "the largest id".
+  int64_t eos = 49407;
+
+  // Of a config.json. Errors: those of JsonConfig.
+  static absl::StatusOr<ClipTextConfig> Load(const std::string& path);
+};
+
+class ClipTextModel {
+ public:
+  explicit ClipTextModel(const ClipTextConfig& config);
+
+  // Names as transformers 5 has them ("encoder.layers.0…"); older files put "text_model." before them.
+  const std::shared_ptr<const ComponentLayout>& layout() const { return layout_; }
+
+  struct Output {
+    at::Tensor hidden;  // [1, tokens, dim], after the final norm
+    at::Tensor pooled;  // [1, dim]
+  };
+  // REQUIRES: ids.size() <= positions, every id in the vocabulary.
+  Output operator()(const WeightView& w, const std::vector<int64_t>& ids) const;
+
+  const ClipTextConfig& config() const { return config_; }
+
+ private:
+  struct Layer {
+    LayerNorm norm1, norm2;
+    Linear q, k, v, out;
+    FeedForward mlp;
+  };
+  ClipTextConfig config_;
+  std::shared_ptr<const ComponentLayout> layout_;
+  Embedding tokens_, positions_;
+  std::vector<Layer> layers_;
+  LayerNorm final_norm_;
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_FAMILIES_TEXT_CLIP_TEXT_MODEL_H_

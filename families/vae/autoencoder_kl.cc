@@ -1,0 +1,318 @@
+#include "families/vae/autoencoder_kl.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "ATen/ATen.h"
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "cache/mutex.h"
+#include "families/config/json_config.h"
+
+namespace latentd {
+namespace {
+
+constexpr double kNormEps = 1e-6;
+constexpr double kMinLogVariance = -30, kMaxLogVariance = 20;
+
+at::Tensor Silu(at::Tensor x) { return at::silu_(x); }
+
+}  // namespace
+
+absl::StatusOr<AutoencoderKlConfig> AutoencoderKlConfig::Load(const std::string& path) {
+  ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(path));
+  AutoencoderKlConfig config;
+  config.in_channels = json.Int("in_channels", 3, 3, 3);
+  config.out_channels = json.Int("out_channels", 3, 3, 3);
+  config.latent_channels = json.Int("latent_channels", 4, 1, 256);
+  config.channels = json.Ints("block_out_channels", {64}, 1, 1 << 14);
+  config.layers_per_block = json.Int("layers_per_block", 1, 1, 64);
+  config.groups = json.Int("norm_num_groups", 32, 1, 1 << 14);
+  config.mid_attention = json.Bool("mid_block_add_attention", true);
+  config.quant_conv = json.Bool("use_quant_conv", true);
+  config.post_quant_conv = json.Bool("use_post_quant_conv", true);
+  config.scaling_factor = json.Double("scaling_factor", 0.18215, 1e-6, 1e6);
+  config.shift_factor = json.Double("shift_factor", 0, -1e6, 1e6);
+
+  auto refuse = [&](const std::string& what) {
+    json.Fail(MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
+                        absl::StrCat(json.label(), ": ", what, " is not supported"),
+                        {{"file", json.label()}, {"what", what}}));
+  };
+  const std::string name = json.String("_class_name", "AutoencoderKL");
+  if (name != "AutoencoderKL") refuse("the autoencoder " + name);
+  if (json.String("act_fn", "silu") != "silu") refuse("an activation other than silu");
+  if (json.Has("latents_mean") || json.Has("latents_std")) refuse("a mean per latent channel");
+  if (config.channels.empty() || config.channels.size() > 8) refuse("this number of levels");
+  for (int64_t channels : config.channels) {
+    if (channels % config.groups != 0) refuse(absl::StrCat(channels, " channels in ", config.groups, " groups"));
+  }
+  RETURN_IF_ERROR(json.status());
+  return config;
+}
+
+// ------------------------------------------------------------------------------------------- description
+
+AutoencoderKl::Resnet AutoencoderKl::Resnet::Describe(ComponentLayout& layout, const std::string& name,
+                                                      int64_t in, int64_t out, int64_t groups) {
+  Resnet resnet;
+  resnet.norm1 = GroupNorm::Describe(layout, name + ".norm1", in, groups, kNormEps);
+  resnet.conv1 = Conv2d::Describe(layout, name + ".conv1", in, out, 3, 1, 1);
+  resnet.norm2 = GroupNorm::Describe(layout, name + ".norm2", out, groups, kNormEps);
+  resnet.conv2 = Conv2d::Describe(layout, name + ".conv2", out, out, 3, 1, 1);
+  if (in != out) resnet.shortcut = Conv2d::Describe(layout, name + ".conv_shortcut", in, out, 1);
+  return resnet;
+}
+
+AutoencoderKl::Middle AutoencoderKl::DescribeMiddle(ComponentLayout& layout, const std::string& name) const {
+  const int64_t channels = config_.channels.back();
+  layout.BeginBlock(name);
+  Middle middle;
+  middle.first = Resnet::Describe(layout, name + ".resnets.0", channels, channels, config_.groups);
+  if (config_.mid_attention) {
+    const std::string attention = name + ".attentions.0";
+    middle.attention = SelfAttention{
+        GroupNorm::Describe(layout, attention + ".group_norm", channels, config_.groups, kNormEps),
+        Linear::Describe(layout, attention + ".to_q", channels, channels),
+        Linear::Describe(layout, attention + ".to_k", channels, channels),
+        Linear::Describe(layout, attention + ".to_v", channels, channels),
+        Linear::Describe(layout, attention + ".to_out.0", channels, channels)};
+  }
+  middle.second = Resnet::Describe(layout, name + ".resnets.1", channels, channels, config_.groups);
+  return middle;
+}
+
+void AutoencoderKl::DescribeEncoder(ComponentLayout& layout) {
+  const std::vector<int64_t>& channels = config_.channels;
+  layout.BeginBlock("encoder.conv_in");
+  encoder_.in = Conv2d::Describe(layout, "encoder.conv_in", config_.in_channels, channels.front(), 3, 1, 1);
+  int64_t in = channels.front();
+  for (size_t i = 0; i < channels.size(); ++i) {
+    const std::string name = absl::StrCat("encoder.down_blocks.", i);
+    layout.BeginBlock(name);
+    Level level;
+    for (int64_t j = 0; j < config_.layers_per_block; ++j) {
+      level.resnets.push_back(
+          Resnet::Describe(layout, absl::StrCat(name, ".resnets.", j), in, channels[i], config_.groups));
+      in = channels[i];
+    }
+    if (i + 1 < channels.size()) {
+      level.resample = Conv2d::Describe(layout, name + ".downsamplers.0.conv", in, in, 3, 2);
+    }
+    encoder_.levels.push_back(std::move(level));
+  }
+  encoder_.middle = DescribeMiddle(layout, "encoder.mid_block");
+  layout.BeginBlock("encoder.conv_out");
+  encoder_.norm_out = GroupNorm::Describe(layout, "encoder.conv_norm_out", in, config_.groups, kNormEps);
+  encoder_.out = Conv2d::Describe(layout, "encoder.conv_out", in, 2 * config_.latent_channels, 3, 1, 1);
+  if (config_.quant_conv) {
+    quant_conv_ = Conv2d::Describe(layout, "quant_conv", 2 * config_.latent_channels, 2 * config_.latent_channels, 1);
+  }
+}
+
+void AutoencoderKl::DescribeDecoder(ComponentLayout& layout) {
+  const std::vector<int64_t> channels(config_.channels.rbegin(), config_.channels.rend());
+  layout.BeginBlock("decoder.conv_in");
+  if (config_.post_quant_conv) {
+    post_quant_conv_ =
+        Conv2d::Describe(layout, "post_quant_conv", config_.latent_channels, config_.latent_channels, 1);
+  }
+  decoder_.in = Conv2d::Describe(layout, "decoder.conv_in", config_.latent_channels, channels.front(), 3, 1, 1);
+  decoder_.middle = DescribeMiddle(layout, "decoder.mid_block");
+  int64_t in = channels.front();
+  for (size_t i = 0; i < channels.size(); ++i) {
+    const std::string name = absl::StrCat("decoder.up_blocks.", i);
+    layout.BeginBlock(name);
+    Level level;
+    for (int64_t j = 0; j < config_.layers_per_block + 1; ++j) {
+      level.resnets.push_back(
+          Resnet::Describe(layout, absl::StrCat(name, ".resnets.", j), in, channels[i], config_.groups));
+      in = channels[i];
+    }
+    if (i + 1 < channels.size()) {
+      level.resample = Conv2d::Describe(layout, name + ".upsamplers.0.conv", in, in, 3, 1, 1);
+    }
+    decoder_.levels.push_back(std::move(level));
+  }
+  layout.BeginBlock("decoder.conv_out");
+  decoder_.norm_out = GroupNorm::Describe(layout, "decoder.conv_norm_out", in, config_.groups, kNormEps);
+  decoder_.out = Conv2d::Describe(layout, "decoder.conv_out", in, config_.out_channels, 3, 1, 1);
+}
+
+AutoencoderKl::AutoencoderKl(const AutoencoderKlConfig& config) : config_(config) {
+  auto layout = std::make_shared<ComponentLayout>();
+  DescribeEncoder(*layout);
+  DescribeDecoder(*layout);
+  layout_ = std::move(layout);
+}
+
+// ------------------------------------------------------------------------------------------------ forward
+
+at::Tensor AutoencoderKl::Resnet::operator()(const WeightView& w, const at::Tensor& x) const {
+  at::Tensor h = conv1(w, Silu(norm1(w, x)));
+  h = conv2(w, Silu(norm2(w, h)));
+  return h.add_(shortcut ? (*shortcut)(w, x) : x);
+}
+
+at::Tensor AutoencoderKl::SelfAttention::operator()(const WeightView& w, const at::Tensor& x) const {
+  const at::Tensor tokens = norm(w, x).flatten(2).transpose(1, 2);  // [batch, h·w, channels], one head
+  const at::Tensor attended =
+      Attention(q(w, tokens).unsqueeze(2), k(w, tokens).unsqueeze(2), v(w, tokens).unsqueeze(2));
+  return out(w, attended).transpose(1, 2).reshape(x.sizes()).add(x);
+}
+
+at::Tensor AutoencoderKl::Middle::operator()(const WeightView& w, const at::Tensor& x) const {
+  at::Tensor h = first(w, x);
+  if (attention) h = (*attention)(w, h);
+  return second(w, h);
+}
+
+AutoencoderKl::Posterior AutoencoderKl::Encode(const WeightView& w, const at::Tensor& picture) const {
+  at::Tensor h = encoder_.in(w, picture);
+  for (const Level& level : encoder_.levels) {
+    for (const Resnet& resnet : level.resnets) h = resnet(w, h);
+    // Half a pixel off centre: zeros go to the right and below only.
+    if (level.resample) h = (*level.resample)(w, at::constant_pad_nd(h, {0, 1, 0, 1}));
+  }
+  h = encoder_.middle(w, h);
+  h = encoder_.out(w, Silu(encoder_.norm_out(w, h)));
+  if (quant_conv_) h = (*quant_conv_)(w, h);
+  const std::vector<at::Tensor> moments = h.chunk(2, 1);
+  const at::Tensor log_variance = moments[1].clamp(kMinLogVariance, kMaxLogVariance);
+  return {moments[0].contiguous(), log_variance.mul(0.5).exp_()};
+}
+
+at::Tensor AutoencoderKl::Posterior::Sample(const at::Tensor& noise) const { return mean + std * noise; }
+
+at::Tensor AutoencoderKl::Decode(const WeightView& w, const at::Tensor& latents) const {
+  at::Tensor h = decoder_.in(w, post_quant_conv_ ? (*post_quant_conv_)(w, latents) : latents);
+  h = decoder_.middle(w, h);
+  for (const Level& level : decoder_.levels) {
+    for (const Resnet& resnet : level.resnets) h = resnet(w, h);
+    if (level.resample) {
+      h = (*level.resample)(w, at::upsample_nearest2d(h, {h.size(2) * 2, h.size(3) * 2}));
+    }
+  }
+  return decoder_.out(w, Silu(decoder_.norm_out(w, h)));
+}
+
+at::Tensor AutoencoderKl::ToModel(const at::Tensor& latents) const {
+  return (latents - config_.shift_factor).mul_(config_.scaling_factor);
+}
+
+at::Tensor AutoencoderKl::FromModel(const at::Tensor& latents) const {
+  return (latents / config_.scaling_factor).add_(config_.shift_factor);
+}
+
+// -------------------------------------------------------------------------------------------------- memory
+
+namespace {
+
+// A resnet at its widest holds its input, the normalised input and the convolution's output, and the
+// convolution may hold reordered copies of the latter two. Never more than that per place:
+constexpr int64_t kTensorsPerPlace = 3;
+constexpr int64_t kSlackBytes = 16 << 20;
+
+int64_t LevelBytes(const std::vector<int64_t>& channels, int64_t width, int64_t height) {
+  int64_t most = 0;
+  for (size_t i = 0; i < channels.size(); ++i) {
+    const int64_t wider = i + 1 < channels.size() ? channels[i + 1] : channels[i];
+    const int64_t places = (width >> i) * (height >> i);
+    most = std::max(most, places * kTensorsPerPlace * (channels[i] + wider) * int64_t{sizeof(float)});
+  }
+  return most + kSlackBytes;
+}
+
+}  // namespace
+
+int64_t AutoencoderKl::EncodeBytes(int64_t width, int64_t height) const {
+  return LevelBytes(config_.channels, width, height);
+}
+
+int64_t AutoencoderKl::DecodeBytes(int64_t width, int64_t height) const {
+  return LevelBytes(config_.channels, width, height);
+}
+
+// ------------------------------------------------------------------------------------------- file layouts
+
+namespace {
+
+const KeyMap* OldAttentionNames() {
+  static const KeyMap* map = [] {
+    std::vector<KeyRule> rules;
+    for (const char* side : {"encoder", "decoder"}) {
+      const std::string base = absl::StrCat(side, ".mid_block.attentions.0.");
+      rules.push_back({base + "query", {base + "to_q"}, KeyTransform::kSqueezeConv});
+      rules.push_back({base + "key", {base + "to_k"}, KeyTransform::kSqueezeConv});
+      rules.push_back({base + "value", {base + "to_v"}, KeyTransform::kSqueezeConv});
+      rules.push_back({base + "proj_attn", {base + "to_out.0"}, KeyTransform::kSqueezeConv});
+    }
+    return new KeyMap(std::move(rules));
+  }();
+  return map;
+}
+
+std::vector<KeyRule> LdmRules(int64_t levels, int64_t layers) {
+  std::vector<KeyRule> rules;
+  auto add = [&](const std::string& native, const std::string& canonical,
+                 KeyTransform transform = KeyTransform::kNone) {
+    rules.push_back({native, {canonical}, transform});
+  };
+  auto add_resnet = [&](const std::string& native, const std::string& canonical) {
+    for (const char* part : {".norm1", ".conv1", ".norm2", ".conv2"}) add(native + part, canonical + part);
+    add(native + ".nin_shortcut", canonical + ".conv_shortcut");
+  };
+  for (int64_t i = 0; i < levels; ++i) {
+    const std::string down = absl::StrCat("encoder.down.", i), down_block = absl::StrCat("encoder.down_blocks.", i);
+    for (int64_t j = 0; j < layers; ++j) {
+      add_resnet(absl::StrCat(down, ".block.", j), absl::StrCat(down_block, ".resnets.", j));
+    }
+    add(down + ".downsample.conv", down_block + ".downsamplers.0.conv");
+    // The decoder's levels are numbered from full resolution there, from the smallest here.
+    const std::string up = absl::StrCat("decoder.up.", i);
+    const std::string up_block = absl::StrCat("decoder.up_blocks.", levels - 1 - i);
+    for (int64_t j = 0; j < layers + 1; ++j) {
+      add_resnet(absl::StrCat(up, ".block.", j), absl::StrCat(up_block, ".resnets.", j));
+    }
+    add(up + ".upsample.conv", up_block + ".upsamplers.0.conv");
+  }
+  for (const std::string side : {"encoder", "decoder"}) {
+    add_resnet(side + ".mid.block_1", side + ".mid_block.resnets.0");
+    add_resnet(side + ".mid.block_2", side + ".mid_block.resnets.1");
+    const std::string native = side + ".mid.attn_1.", canonical = side + ".mid_block.attentions.0.";
+    add(native + "norm", canonical + "group_norm");
+    add(native + "q", canonical + "to_q", KeyTransform::kSqueezeConv);
+    add(native + "k", canonical + "to_k", KeyTransform::kSqueezeConv);
+    add(native + "v", canonical + "to_v", KeyTransform::kSqueezeConv);
+    add(native + "proj_out", canonical + "to_out.0", KeyTransform::kSqueezeConv);
+    add(side + ".norm_out", side + ".conv_norm_out");
+  }
+  add("encoder.quant_conv", "quant_conv");
+  add("decoder.post_quant_conv", "post_quant_conv");
+  return rules;
+}
+
+const KeyMap* LdmNames(int64_t levels, int64_t layers) {
+  static Mutex mu;
+  static auto* maps = new std::map<std::pair<int64_t, int64_t>, const KeyMap*>();
+  MutexLock lock(&mu);
+  const KeyMap*& map = (*maps)[{levels, layers}];
+  if (map == nullptr) map = new KeyMap(LdmRules(levels, layers));
+  return map;
+}
+
+}  // namespace
+
+VaeFileLayout DetectVaeFileLayout(const WeightFiles& files, const AutoencoderKlConfig& config) {
+  const auto& tensors = files.tensors();
+  for (const std::string prefix : {"", "first_stage_model.", "vae."}) {
+    if (tensors.count(prefix + "encoder.down.0.block.0.norm1.weight") != 0) {
+      return {LdmNames(static_cast<int64_t>(config.channels.size()), config.layers_per_block), prefix};
+    }
+  }
+  if (tensors.count("encoder.mid_block.attentions.0.query.weight") != 0) return {OldAttentionNames(), ""};
+  return {};
+}
+
+}  // namespace latentd

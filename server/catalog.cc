@@ -1,0 +1,287 @@
+#include "server/catalog.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <set>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "cache/error.h"
+#include "nlohmann/json.hpp"
+#include "patcher/model_patch.h"
+
+namespace latentd {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kIndexFile[] = "model_index.json";
+constexpr char kWeightFile[] = ".safetensors";
+constexpr int kMaxDepth = 6;
+
+uint64_t Mix(uint64_t hash, absl::string_view text) {  // FNV-1a
+  for (unsigned char c : text) hash = (hash ^ c) * 1099511628211ull;
+  return hash;
+}
+
+// A number over names, inodes, sizes and times of the files at or below `path`: another one when any changed.
+std::string Signature(const std::vector<fs::path>& paths) {
+  uint64_t hash = 14695981039346656037ull;
+  auto add = [&](const fs::path& p, absl::string_view name) {
+    struct stat st = {};
+    if (stat(p.c_str(), &st) != 0 || !S_ISREG(st.st_mode)) return;
+    hash = Mix(hash, absl::StrCat(name, "|", st.st_ino, "|", st.st_size, "|", st.st_mtim.tv_sec, ".",
+                                  st.st_mtim.tv_nsec, ";"));
+  };
+  for (const fs::path& path : paths) {
+    std::error_code ec;
+    if (!fs::is_directory(path, ec)) {
+      add(path, path.filename().string());
+      continue;
+    }
+    std::vector<fs::path> files;
+    for (auto it = fs::recursive_directory_iterator(path, ec); it != fs::recursive_directory_iterator();
+         it.increment(ec)) {
+      if (ec || it.depth() > kMaxDepth) break;
+      files.push_back(it->path());
+    }
+    std::sort(files.begin(), files.end());
+    for (const fs::path& file : files) add(file, file.lexically_relative(path).string());
+  }
+  return absl::StrCat(absl::Hex(hash, absl::kZeroPad16));
+}
+
+std::vector<std::string> Canonical(const std::vector<std::string>& roots) {
+  std::vector<std::string> out;
+  for (const std::string& root : roots) {
+    std::error_code ec;
+    fs::path path = fs::canonical(root, ec);
+    if (!ec) out.push_back(path.string());
+  }
+  return out;
+}
+
+// The path of `name` below `root`, or empty when it is not there or leads out of the root.
+fs::path Below(const std::string& root, absl::string_view name) {
+  std::error_code ec;
+  const fs::path path = fs::canonical(fs::path(root) / std::string(name), ec);
+  if (ec) return {};
+  const fs::path relative = path.lexically_relative(root);
+  if (relative.empty() || *relative.begin() == "..") return {};
+  return path;
+}
+
+// All paths below the roots for which `take` says true, as names (relative to the root).
+template <typename Take>
+void Walk(const std::string& root, Take take) {
+  std::error_code ec;
+  for (auto it = fs::recursive_directory_iterator(root, fs::directory_options::skip_permission_denied, ec);
+       it != fs::recursive_directory_iterator(); it.increment(ec)) {
+    if (ec) break;
+    if (it.depth() >= kMaxDepth) it.disable_recursion_pending();
+    if (take(it->path(), it->path().lexically_relative(root).string())) it.disable_recursion_pending();
+  }
+}
+
+nlohmann::json ReadJson(const fs::path& path) {
+  std::ifstream in(path);
+  return nlohmann::json::parse(in, nullptr, /*allow_exceptions=*/false);
+}
+
+absl::Status ModelNotFound(const std::string& name) {
+  return MakeError(absl::StatusCode::kNotFound, "MODEL_NOT_FOUND",
+                   absl::StrCat("no model named '", name, "'; ListModels shows what there is"),
+                   {{"resource_type", "model"}, {"resource_name", name}, {"field", "model"}});
+}
+
+absl::Status LoraNotFound(const std::string& name) {
+  return MakeError(absl::StatusCode::kNotFound, "LORA_NOT_FOUND",
+                   absl::StrCat("no LoRA named '", name, "'; ListLoras shows what there is"),
+                   {{"resource_type", "lora"}, {"resource_name", name}, {"field", "loras.name"}});
+}
+
+}  // namespace
+
+bool IsValidName(absl::string_view name) {
+  if (name.empty() || name.size() > 128) return false;
+  for (absl::string_view segment : absl::StrSplit(name, '/')) {
+    if (segment.empty() || segment[0] == '.') return false;
+    for (char c : segment) {
+      const bool ok = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
+                      c == '_' || c == '-';
+      if (!ok) return false;
+    }
+  }
+  return true;
+}
+
+const Component& OpenModel::component(const std::string& component_name) const {
+  const auto& components = pipeline->components();
+  return *std::find_if(components.begin(), components.end(),
+                       [&](const Component& c) { return c.name == component_name; });
+}
+
+LockRequest OpenModel::ComponentRequest(const std::string& component_name) const {
+  const Component& c = component(component_name);
+  // Copies, so that a load outlives the model entry.
+  return {{id, c.name},
+          {c.name, c.files->tensor_bytes(),
+           [files = c.files, layout = c.layout, key_map = c.key_map, prefix = c.prefix](
+               const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
+             return LoadWeights(files, layout, key_map, prefix, context);
+           }}};
+}
+
+absl::StatusOr<LockRequest> LoraFile::Request() const {
+  auto files = WeightFiles::Open(path);
+  if (!files.ok()) return WithPrefix(files.status(), absl::StrCat("LoRA ", name, ": "));
+  return LockRequest{
+      {id, ""},
+      {"lora", (*files)->tensor_bytes(),
+       [files = *files, name = name](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
+         auto patch = ModelPatch::Load(files, context);
+         if (!patch.ok()) return WithPrefix(patch.status(), absl::StrCat("LoRA ", name, ": "));
+         return *patch;
+       }}};
+}
+
+Catalog::Catalog(std::vector<std::string> model_roots, std::vector<std::string> lora_roots)
+    : model_roots_(Canonical(model_roots)), lora_roots_(Canonical(lora_roots)) {}
+
+std::vector<std::string> Catalog::ModelNames() const {
+  std::set<std::string> names;
+  for (const std::string& root : model_roots_) {
+    Walk(root, [&](const fs::path& path, const std::string& relative) {
+      std::error_code ec;
+      if (fs::is_regular_file(path / kIndexFile, ec)) {
+        if (IsValidName(relative)) names.insert(relative);
+        return true;  // nothing below a model is another model
+      }
+      if (absl::EndsWith(relative, kWeightFile)) {
+        fs::path sidecar = path;
+        sidecar.replace_extension(".json");
+        const std::string name(absl::StripSuffix(relative, kWeightFile));
+        if (fs::is_regular_file(sidecar, ec) && IsValidName(name)) names.insert(name);
+      }
+      return false;
+    });
+  }
+  MutexLock lock(&mu_);
+  for (const auto& [name, model] : added_) names.insert(name);
+  return {names.begin(), names.end()};
+}
+
+absl::StatusOr<Catalog::Found> Catalog::Find(const std::string& name) const {
+  if (!IsValidName(name)) return ModelNotFound(name.substr(0, 128));
+  std::error_code ec;
+  for (const std::string& root : model_roots_) {
+    Found found;
+    found.files.name = name;
+    if (fs::path folder = Below(root, name); !folder.empty() && fs::is_regular_file(folder / kIndexFile, ec)) {
+      found.files.folder = folder.string();
+      found.source = folder.lexically_relative(root).string();
+      found.signature = Signature({folder});
+      return found;
+    }
+    fs::path file = Below(root, absl::StrCat(name, kWeightFile));
+    if (file.empty() || !fs::is_regular_file(file, ec)) continue;
+    fs::path sidecar = Below(root, absl::StrCat(name, ".json"));
+    const nlohmann::json json = sidecar.empty() ? nlohmann::json() : ReadJson(sidecar);
+    if (!json.is_object() || !json.contains("base") || !json["base"].is_string()) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
+                       absl::StrCat("single-file model ", name, " needs a file ", name,
+                                    ".json with {\"base\": \"MODEL\"}, naming the model whose text encoders and VAE it uses"),
+                       {{"model", name}});
+    }
+    const auto base_name = json["base"].get<std::string>();
+    fs::path base;
+    for (const std::string& base_root : model_roots_) {
+      if (base.empty() && IsValidName(base_name)) base = Below(base_root, base_name);
+    }
+    if (base.empty() || !fs::is_regular_file(base / kIndexFile, ec)) {
+      return WithPrefix(ModelNotFound(base_name), absl::StrCat("base of ", name, ": "));
+    }
+    found.files.file = file.string();
+    found.files.base_folder = base.string();
+    found.source = file.lexically_relative(root).string();
+    found.signature = Signature({file, sidecar, base});
+    return found;
+  }
+  return ModelNotFound(name);
+}
+
+absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::Model(const std::string& name) {
+  {
+    MutexLock lock(&mu_);
+    if (auto it = added_.find(name); it != added_.end()) return it->second;
+  }
+  ASSIGN_OR_RETURN(Found found, Find(name));
+  const std::string id = absl::StrCat(name, "@", found.signature);
+  {
+    MutexLock lock(&mu_);
+    if (auto it = open_.find(name); it != open_.end() && it->second->id == id) return it->second;
+  }
+  for (const Family* family : AllFamilies()) {
+    if (!family->Detect(found.files)) continue;
+    auto pipeline = family->Open(found.files);
+    if (!pipeline.ok()) return WithPrefix(pipeline.status(), absl::StrCat("model ", name, ": "));
+    auto model = std::make_shared<OpenModel>();
+    model->name = name;
+    model->id = id;
+    model->source = found.source;
+    model->pipeline = std::move(*pipeline);
+    for (const Component& component : model->pipeline->components()) {
+      if (component.patch_target) model->patch_targets.push_back(*component.patch_target);
+    }
+    MutexLock lock(&mu_);
+    open_[name] = model;
+    return std::shared_ptr<const OpenModel>(model);
+  }
+  std::vector<std::string> known;
+  for (const Family* family : AllFamilies()) known.emplace_back(family->name());
+  return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
+                   absl::StrCat("model ", name, " is of no family that is known here (", absl::StrJoin(known, ", "), ")"),
+                   {{"model", name}});
+}
+
+std::vector<LoraFile> Catalog::Loras() const {
+  std::map<std::string, LoraFile> loras;
+  for (const std::string& root : lora_roots_) {
+    Walk(root, [&](const fs::path& path, const std::string& relative) {
+      if (!absl::EndsWith(relative, kWeightFile)) return false;
+      const std::string name(absl::StripSuffix(relative, kWeightFile));
+      if (loras.count(name) == 0) {
+        if (auto lora = Lora(name); lora.ok()) loras[name] = *lora;
+      }
+      return false;
+    });
+  }
+  std::vector<LoraFile> out;
+  for (auto& [name, lora] : loras) out.push_back(std::move(lora));
+  return out;
+}
+
+absl::StatusOr<LoraFile> Catalog::Lora(const std::string& name) const {
+  if (!IsValidName(name)) return LoraNotFound(name.substr(0, 128));
+  std::error_code ec;
+  for (const std::string& root : lora_roots_) {
+    const fs::path path = Below(root, absl::StrCat(name, kWeightFile));
+    if (path.empty() || !fs::is_regular_file(path, ec)) continue;
+    return LoraFile{name, absl::StrCat("lora/", name, "@", Signature({path})),
+                    static_cast<int64_t>(fs::file_size(path, ec)), path.string()};
+  }
+  return LoraNotFound(name);
+}
+
+void Catalog::AddModel(std::shared_ptr<const OpenModel> model) {
+  MutexLock lock(&mu_);
+  added_[model->name] = std::move(model);
+}
+
+}  // namespace latentd

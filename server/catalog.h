@@ -1,0 +1,90 @@
+// What there is to serve: models and LoRAs under the configured roots, by name.
+//
+// Names are paths below a root without the file's extension ("portraits/inkwash"). They resolve inside the
+// roots only: a name with "..", an absolute path, or a link that leads out of the root is not found. Files
+// are looked at on every call, so that what is added, replaced or removed is seen without a restart; opened
+// models are kept until their files change.
+//
+// A model is a folder with a model_index.json (diffusers layout), or a single .safetensors denoiser with a
+// file NAME.json beside it that says {"base": "MODEL"}: whose text encoders, VAE and scheduler it uses.
+//
+// Thread-safe. Calls read the disk: not from an RPC or executor thread.
+#ifndef LATENTD_SERVER_CATALOG_H_
+#define LATENTD_SERVER_CATALOG_H_
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "cache/mutex.h"
+#include "cache/model_cache.h"
+#include "families/family.h"
+
+namespace latentd {
+
+// A model whose configs and headers were read. Immutable.
+struct OpenModel {
+  std::string name;
+  std::string id;      // name@signature of its files
+  std::string source;  // path below its root
+  std::unique_ptr<const Pipeline> pipeline;
+  std::vector<PatchTarget> patch_targets;  // of all components that take patches
+
+  // REQUIRES: the pipeline has a component of that name.
+  const Component& component(const std::string& component_name) const;
+
+  // What the cache needs to lock a component.
+  LockRequest ComponentRequest(const std::string& component_name) const;
+};
+
+struct LoraFile {
+  std::string name;
+  std::string id;  // lora/name@signature
+  int64_t bytes = 0;
+  std::string path;
+
+  // What the cache needs to lock it. The record holds a ModelPatch. Errors: those of WeightFiles::Open.
+  absl::StatusOr<LockRequest> Request() const;
+};
+
+class Catalog {
+ public:
+  Catalog(std::vector<std::string> model_roots, std::vector<std::string> lora_roots);
+
+  // All names, sorted; models that cannot be opened are among them.
+  std::vector<std::string> ModelNames() const;
+  // Errors: NOT_FOUND MODEL_NOT_FOUND; those of Family::Open.
+  absl::StatusOr<std::shared_ptr<const OpenModel>> Model(const std::string& name);
+
+  std::vector<LoraFile> Loras() const;
+  // Errors: NOT_FOUND LORA_NOT_FOUND.
+  absl::StatusOr<LoraFile> Lora(const std::string& name) const;
+
+  // Serves a model that is not on disk; for tests and benchmarks.
+  void AddModel(std::shared_ptr<const OpenModel> model);
+
+ private:
+  struct Found {
+    ModelFiles files;
+    std::string source;
+    std::string signature;
+  };
+  absl::StatusOr<Found> Find(const std::string& name) const;
+
+  const std::vector<std::string> model_roots_;  // canonical paths
+  const std::vector<std::string> lora_roots_;
+  mutable Mutex mu_;
+  std::map<std::string, std::shared_ptr<const OpenModel>> open_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, std::shared_ptr<const OpenModel>> added_ ABSL_GUARDED_BY(mu_);
+};
+
+// True for names that may be looked up: segments of [A-Za-z0-9._-] split by '/', none of them starting with a
+// dot, at most 128 bytes.
+bool IsValidName(absl::string_view name);
+
+}  // namespace latentd
+
+#endif  // LATENTD_SERVER_CATALOG_H_

@@ -1,0 +1,113 @@
+// The daemon's settings: a TOML file, and for every key of it a flag.
+//
+// One table (ConfigKeys) drives the file, the flags, --help, --print-config and the reference in the
+// documentation; a key is added in the struct and in the table. A flag wins over the file, the file over the
+// default. Keys are flat: `max_sessions = 8` in the file is --max-sessions 8 on the command line. Relative
+// paths are relative to the current directory.
+//
+//   DaemonCommand command = ParseDaemonCommandLine(argc, argv, std::cout, std::cerr);
+//   if (command.exit) return command.exit_code;
+//   Serve(command.config);
+#ifndef LATENTD_SERVER_CONFIG_H_
+#define LATENTD_SERVER_CONFIG_H_
+
+#include <cstdint>
+#include <ostream>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "server/address.h"
+
+namespace latentd {
+
+// What each means stands in the table in config.cc. Counts and sizes that say "auto" are 0 here.
+struct Config {
+  std::vector<std::string> listen = DefaultListenAddresses();
+  bool allow_insecure_bind = false;
+  int64_t max_connections = 256;
+  bool reflection = true;
+  bool health = true;
+
+  std::vector<std::string> devices = {"cpu"};
+  int64_t threads_per_device = 0;
+  int64_t loader_threads = 2;
+
+  std::vector<std::string> model_roots;
+  std::vector<std::string> lora_roots;
+  std::string default_model;
+  std::string patch_mode = "auto";
+
+  int64_t ram_cap = 0;
+  absl::Duration memory_wait_timeout = absl::Minutes(2);
+
+  absl::Duration session_idle_timeout = absl::Minutes(10);
+  absl::Duration session_max_age = absl::Hours(24);
+  int64_t max_sessions = 64;
+  int64_t max_queued_jobs_per_session = 16;
+  int64_t max_queued_jobs = 256;
+  absl::Duration job_timeout = absl::Hours(1);
+
+  int64_t max_message_bytes = int64_t{48} << 20;
+  int64_t max_image_bytes = int64_t{32} << 20;
+  int64_t max_pixels = int64_t{2048} * 2048;
+  int64_t preview_max_px = 256;
+
+  std::string log_level = "info";
+  std::string log_format = "text";
+  bool log_prompts = false;
+  absl::Duration drain_timeout = absl::Seconds(30);
+};
+
+struct ConfigKey {
+  using Field = std::variant<bool Config::*, int64_t Config::*, absl::Duration Config::*, std::string Config::*,
+                             std::vector<std::string> Config::*>;
+  enum class Unit { kNone, kBytes };
+
+  const char* name;  // as in TOML; the flag has '-' for '_'
+  Field field;
+  const char* help;
+  Unit unit = Unit::kNone;      // of an int64_t
+  int64_t min = 0, max = 0;     // of an int64_t, inclusive
+  bool has_auto = false;        // an int64_t that may be "auto", which is 0
+  std::vector<std::string> choices = {};  // of a string; empty: any text
+};
+
+// All keys, in the order in which they are shown.
+absl::Span<const ConfigKey> ConfigKeys();
+
+// Puts the keys of a TOML text into `config`. `file` is for messages. Errors: INVALID_ARGUMENT INVALID_CONFIG
+// naming file, line and key; nothing is set then.
+absl::Status ApplyToml(absl::string_view text, const std::string& file, Config& config);
+
+// Checks what a single key cannot: addresses, devices, folders, limits that belong together. Errors:
+// INVALID_ARGUMENT INVALID_CONFIG naming the key.
+absl::Status ValidateConfig(const Config& config);
+
+// `config` as a TOML file with every key and its help. ApplyToml gives the same config back.
+std::string ToToml(const Config& config);
+
+// All keys with flag, default and help, as a Markdown table.
+std::string ConfigReference();
+
+// What a daemon's command line asks for.
+struct DaemonCommand {
+  bool exit = false;  // it is done (--help, --check, …) or wrong; otherwise `config` is valid
+  int exit_code = 0;  // kExitConfig when wrong
+  Config config;
+};
+
+// EX_CONFIG of sysexits.h: a restart would not help.
+inline constexpr int kExitConfig = 78;
+
+// Reads the file of --config, then the flags. Prints what --help, --version, --check, --print-config and
+// --config-reference print, and errors.
+DaemonCommand ParseDaemonCommandLine(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+
+}  // namespace latentd
+
+#endif  // LATENTD_SERVER_CONFIG_H_

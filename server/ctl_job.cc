@@ -1,0 +1,249 @@
+#include "server/ctl_job.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "cache/error.h"
+#include "server/ctl_text.h"
+
+namespace latentd::ctl {
+namespace {
+
+constexpr DecodeLimits kShowLimits{.max_bytes = int64_t{1} << 30, .max_pixels = int64_t{1} << 28};
+constexpr int kBarWidth = 20;
+
+bool IsTerminal(int fd) {
+  static const bool terminal[] = {isatty(0) == 1, isatty(1) == 1, isatty(2) == 1};
+  return terminal[fd];
+}
+
+winsize TerminalSize() {
+  winsize size = {};
+  if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) size.ws_col = 80, size.ws_row = 24;
+  return size;
+}
+
+absl::Status FileError(absl::string_view what, const std::string& file, int error) {
+  return MakeError(error == ENOENT ? absl::StatusCode::kNotFound : absl::StatusCode::kInternal, "LOCAL_FILE",
+                   absl::StrCat("cannot ", what, " '", file, "': ", std::strerror(error)), {{"file", file}});
+}
+
+absl::StatusOr<std::string> ReadFile(const std::string& file) {
+  errno = 0;
+  std::ifstream stream(file, std::ios::binary);
+  std::ostringstream text;
+  if (!stream || !(text << stream.rdbuf())) return FileError("read", file, errno != 0 ? errno : EIO);
+  return std::move(text).str();
+}
+
+absl::Status WriteFile(const std::string& file, const std::string& data) {
+  if (file == "-") {
+    std::fwrite(data.data(), 1, data.size(), stdout);
+    return std::fflush(stdout) == 0 ? absl::OkStatus() : FileError("write", "stdout", errno);
+  }
+  errno = 0;
+  std::ofstream stream(file, std::ios::binary | std::ios::trunc);
+  stream << data;
+  stream.close();
+  return stream ? absl::OkStatus() : FileError("write", file, errno != 0 ? errno : EIO);
+}
+
+std::string Bar(double share) {
+  const int full = static_cast<int>(std::clamp(share, 0.0, 1.0) * kBarWidth);
+  std::string out;
+  for (int i = 0; i < kBarWidth; ++i) out += i < full ? "█" : "░";
+  return out;
+}
+
+bool IsJpegName(absl::string_view name) {
+  return absl::EndsWithIgnoreCase(name, ".jpg") || absl::EndsWithIgnoreCase(name, ".jpeg");
+}
+
+void SetInitImageStrength(const JobOptions& options, v1::GenerateParams& params) {
+  if (options.strength) params.mutable_init_image()->set_strength(*options.strength);
+}
+
+}  // namespace
+
+void AddJobFlags(CLI::App& app, JobOptions& options) {
+  app.add_option("-m,--model", options.model, "Model; the server's default when left out");
+  app.add_option("-l,--lora", options.loras, "LoRA as NAME or NAME:WEIGHT; may be given several times")
+      ->allow_extra_args(false);
+  app.add_option("--patch-mode", options.patch_mode, "How LoRAs are applied")
+      ->check(CLI::IsMember({"auto", "direct", "sidecar"}));
+  app.add_option("--priority", options.priority, "Higher runs first");
+  app.add_option("-n,--negative", options.negative, "Negative prompt");
+  app.add_option("-W,--width", options.width, "Pixels");
+  app.add_option("-H,--height", options.height, "Pixels");
+  app.add_option("-s,--steps", options.steps, "Steps");
+  app.add_option("-g,--guidance", options.guidance, "Guidance of a distilled model");
+  app.add_option("--true-cfg", options.true_cfg, "Classifier-free guidance scale");
+  app.add_option("--sampler", options.sampler, "Sampler");
+  app.add_option("--shift", options.shift, "Timestep shift");
+  app.add_option("--max-sequence-length", options.max_sequence_length, "Tokens of the long text encoder");
+  app.add_option("--seed", options.seed, "Seed; drawn by the server when left out");
+  app.add_option("-c,--count", options.count, "Pictures, of seed, seed + 1, …");
+  app.add_option("-i,--image", options.image, "PNG or JPEG file to start from");
+  app.add_option("--strength", options.strength, "How much of the init image is redone, above 0 to 1");
+  app.add_option("--format", options.format, "Of the pictures; else by the extension of --out")
+      ->check(CLI::IsMember({"png", "jpeg"}));
+  app.add_option("--preview-every", options.preview_every, "A preview each so many steps");
+  app.add_option("-o,--out", options.out,
+                 "File for the picture, - for stdout; {index}, {seed} and {job} are filled in");
+  app.add_flag("--show", options.show, "Draw pictures and previews in the terminal");
+  app.add_flag("--raw", options.raw, "With --json: binary data too");
+}
+
+absl::StatusOr<std::vector<v1::LoraRef>> Loras(const JobOptions& options) {
+  std::vector<v1::LoraRef> out;
+  for (const std::string& text : options.loras) {
+    ASSIGN_OR_RETURN(v1::LoraRef lora, ParseLora(text));
+    out.push_back(std::move(lora));
+  }
+  return out;
+}
+
+v1::PatchMode PatchModeOf(const JobOptions& options) {
+  v1::PatchMode mode = v1::PATCH_MODE_UNSPECIFIED;
+  v1::PatchMode_Parse(absl::StrCat("PATCH_MODE_", absl::AsciiStrToUpper(options.patch_mode)), &mode);
+  return mode;
+}
+
+absl::StatusOr<v1::GenerateParams> Params(const JobOptions& options) {
+  v1::GenerateParams params;
+  if (options.negative) params.set_negative_prompt(*options.negative);
+  if (options.width) params.set_width(*options.width);
+  if (options.height) params.set_height(*options.height);
+  if (options.steps) params.set_steps(*options.steps);
+  if (options.guidance) params.set_guidance(*options.guidance);
+  if (options.true_cfg) params.set_true_cfg_scale(*options.true_cfg);
+  if (options.sampler) params.set_sampler(*options.sampler);
+  if (options.shift) params.set_shift(*options.shift);
+  if (options.max_sequence_length) params.set_max_sequence_length(*options.max_sequence_length);
+  if (options.seed) params.set_seed(*options.seed);
+  if (options.count) params.set_count(*options.count);
+  if (!options.image.empty()) {
+    ASSIGN_OR_RETURN(std::string data, ReadFile(options.image));
+    params.mutable_init_image()->set_data(std::move(data));
+    SetInitImageStrength(options, params);
+  } else if (options.strength) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", "--strength needs --image");
+  }
+  const bool jpeg = options.format.empty() ? IsJpegName(options.out) : options.format == "jpeg";
+  params.set_image_format(jpeg ? v1::IMAGE_FORMAT_JPEG : v1::IMAGE_FORMAT_PNG);
+  params.set_preview_every(options.preview_every);
+  return params;
+}
+
+absl::Status JobOutput::OnEvent(const v1::JobEvent& event) {
+  ASSIGN_OR_RETURN(std::optional<ReceivedImage> image, receiver_.OnEvent(event));
+  if (image) return OnImage(*image);
+  switch (event.event_case()) {
+    case v1::JobEvent::kQueued:
+      Progress(event.queued().position() > 0 ? absl::StrCat("queued, ", event.queued().position(), " before it")
+                                             : "queued");
+      break;
+    case v1::JobEvent::kLoading: {
+      const auto& loading = event.loading();
+      const double share = loading.bytes_total() > 0 ? double(loading.bytes_done()) / loading.bytes_total() : 0;
+      Progress(absl::StrCat(Bar(share), " loading ", Printable(loading.component()), ", ",
+                            HumanBytes(loading.bytes_done()), " of ", HumanBytes(loading.bytes_total())));
+      break;
+    }
+    case v1::JobEvent::kEncoded:
+      Progress("prompt encoded");
+      break;
+    case v1::JobEvent::kStep: {
+      const auto& step = event.step();
+      Progress(absl::StrCat(Bar(double(step.index()) / std::max(step.count(), 1)), " step ", step.index(), "/",
+                            step.count(), ", ", HumanMs(step.ms())));
+      break;
+    }
+    case v1::JobEvent::kPreview:
+      // Only a terminal can take it away again.
+      if (options_.show && IsTerminal(STDOUT_FILENO)) Draw(event.preview().data(), false);
+      break;
+    case v1::JobEvent::kDone:
+      OnDone(event.done());
+      break;
+    default:
+      break;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status JobOutput::OnImage(const ReceivedImage& image) {
+  ClearProgress();
+  if (options_.show && !options_.quiet) Draw(image.data, true);
+  if (options_.out.empty()) return absl::OkStatus();
+  const std::string file =
+      ExpandOutput(options_.out, {options_.job, image.header.index(), image.header.seed(), options_.count});
+  RETURN_IF_ERROR(WriteFile(file, image.data));
+  if (!options_.quiet && file != "-") {
+    std::printf("%s%s  %d×%d  seed %llu  %s\n", Prefix().c_str(), file.c_str(), image.header.width(),
+                image.header.height(), static_cast<unsigned long long>(image.header.seed()),
+                HumanBytes(image.header.size()).c_str());
+    std::fflush(stdout);
+  }
+  return absl::OkStatus();
+}
+
+void JobOutput::OnDone(const v1::JobEvent::Done& done) {
+  ClearProgress();
+  if (options_.quiet) return;
+  for (const v1::LoraReport& lora : done.loras()) {
+    if (lora.unmatched_count() == 0) continue;
+    std::fprintf(stderr, "%sLoRA %s: %lld of %lld layers fit no component of the model, such as %s\n",
+                 Prefix().c_str(), Printable(lora.name()).c_str(),
+                 static_cast<long long>(lora.unmatched_count()), static_cast<long long>(lora.layers_in_file()),
+                 Printable(absl::StrJoin(lora.unmatched_samples(), ", ")).c_str());
+  }
+  const v1::Timings& t = done.timings();
+  std::fprintf(stderr, "%sdone in %s: queue %s, load %s, encode %s, denoise %s, decode %s\n", Prefix().c_str(),
+               HumanMs(t.total_ms()).c_str(), HumanMs(t.queue_ms()).c_str(), HumanMs(t.load_ms()).c_str(),
+               HumanMs(t.encode_ms()).c_str(), HumanMs(t.denoise_ms()).c_str(), HumanMs(t.decode_ms()).c_str());
+}
+
+void JobOutput::Progress(const std::string& text) {
+  if (options_.quiet || !IsTerminal(STDERR_FILENO)) return;
+  std::fprintf(stderr, "\r\x1b[K%s%s", Prefix().c_str(), text.c_str());
+  std::fflush(stderr);
+  progress_shown_ = true;
+}
+
+void JobOutput::ClearProgress() {
+  if (!progress_shown_) return;
+  std::fprintf(stderr, "\r\x1b[K");
+  std::fflush(stderr);
+  progress_shown_ = false;
+}
+
+void JobOutput::Draw(const std::string& file, bool final) {
+  auto image = DecodeImage(file, kShowLimits, "picture");
+  if (!image.ok()) return;  // its checksum was right: a kind that cannot be drawn
+  ClearProgress();
+  // Beside a picture on stdout, this goes where it cannot spoil it.
+  FILE* to = options_.out == "-" ? stderr : stdout;
+  if (drawn_lines_ > 0) std::fprintf(to, "\x1b[%zuA", drawn_lines_);
+  const winsize size = TerminalSize();
+  const std::vector<std::string> lines = DrawHalfBlocks(*image, size.ws_col, size.ws_row - 3);
+  for (const std::string& line : lines) std::fprintf(to, "%s%s\n", drawn_lines_ > 0 ? "\x1b[K" : "", line.c_str());
+  if (lines.size() < drawn_lines_) std::fprintf(to, "\x1b[J");
+  std::fflush(to);
+  drawn_lines_ = final ? 0 : lines.size();
+}
+
+std::string JobOutput::Prefix() const { return options_.job.empty() ? "" : absl::StrCat(options_.job, ": "); }
+
+}  // namespace latentd::ctl

@@ -1,0 +1,172 @@
+#include "server/ctl_text.h"
+
+#include <google/protobuf/any.pb.h>
+#include <google/protobuf/util/json_util.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
+#include "cache/error.h"
+
+namespace latentd::ctl {
+namespace {
+
+namespace pb = google::protobuf;
+
+void ClearBytes(pb::Message& message) {
+  // An Any keeps a whole message in a bytes field.
+  if (message.GetDescriptor() == pb::Any::descriptor()) return;
+  const pb::Reflection& reflection = *message.GetReflection();
+  std::vector<const pb::FieldDescriptor*> fields;
+  reflection.ListFields(message, &fields);
+  for (const pb::FieldDescriptor* field : fields) {
+    if (field->type() == pb::FieldDescriptor::TYPE_BYTES && !field->is_repeated()) {
+      reflection.SetString(&message, field, "");
+    } else if (field->cpp_type() == pb::FieldDescriptor::CPPTYPE_MESSAGE && !field->is_map()) {
+      if (!field->is_repeated()) {
+        ClearBytes(*reflection.MutableMessage(&message, field));
+      } else {
+        for (int i = 0; i < reflection.FieldSize(message, field); ++i) {
+          ClearBytes(*reflection.MutableRepeatedMessage(&message, field, i));
+        }
+      }
+    }
+  }
+}
+
+// Terminal columns of UTF-8 text without wide characters: its code points.
+size_t Columns(absl::string_view text) {
+  return std::count_if(text.begin(), text.end(), [](unsigned char c) { return (c & 0xc0) != 0x80; });
+}
+
+bool LooksLikeNumber(absl::string_view cell) {
+  return !cell.empty() && std::isdigit(static_cast<unsigned char>(cell[0])) &&
+         (std::isdigit(static_cast<unsigned char>(cell.back())) || absl::EndsWith(cell, "B") ||
+          absl::EndsWith(cell, " s") || absl::EndsWith(cell, " ms")) &&
+         !absl::StrContains(cell, ":") && !absl::StrContains(cell, "-");
+}
+
+}  // namespace
+
+ExitCode ExitCodeOf(const absl::Status& status) {
+  if (status.ok()) return kExitOk;
+  const std::string reason = ErrorReason(status);
+  if (reason == "INTERRUPTED") return kExitInterrupted;
+  if (reason == "USAGE") return kExitUsage;
+  if (reason == "LOCAL_FILE" || reason == "DAMAGED_DATA") return kExitLocal;
+  const bool transport = status.code() == absl::StatusCode::kUnavailable && reason.empty();
+  return transport || reason == "NO_SERVER" ? kExitUnreachable : kExitFailed;
+}
+
+std::string ErrorText(const absl::Status& status, bool json) {
+  const std::string code = absl::StatusCodeToString(status.code());
+  const std::string reason = ErrorReason(status);
+  const ErrorDetails details = GetErrorDetails(status);
+  if (json) {
+    using Json = nlohmann::ordered_json;
+    Json object = {{"code", code}, {"reason", reason}, {"message", std::string(status.message())}};
+    object["details"] = Json::object();
+    for (const auto& [key, value] : details) object["details"][key] = value;
+    return object.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+  }
+  std::string out = absl::StrCat("latentctl: ", code, reason.empty() || reason == code ? "" : " ",
+                                 reason == code ? "" : reason, ": ", Printable(status.message()), "\n");
+  for (const auto& [key, value] : details) absl::StrAppend(&out, "  ", Printable(key), ": ", Printable(value), "\n");
+  return out;
+}
+
+std::string HumanBytes(int64_t bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes);
+  int unit = 0;
+  while (std::abs(value) >= 1024 && unit < 4) value /= 1024, ++unit;
+  if (unit == 0) return absl::StrCat(bytes, " B");
+  return absl::StrFormat(std::abs(value) < 10 ? "%.2f %s" : "%.1f %s", value, units[unit]);
+}
+
+std::string HumanMs(double ms) {
+  if (ms < 1000) return absl::StrFormat(ms < 10 ? "%.1f ms" : "%.0f ms", ms);
+  if (ms < 60'000) return absl::StrFormat(ms < 10'000 ? "%.2f s" : "%.1f s", ms / 1000);
+  const int64_t seconds = std::llround(ms / 1000);
+  if (seconds < 3600) return absl::StrCat(seconds / 60, " min ", seconds % 60, " s");
+  return absl::StrCat(seconds / 3600, " h ", seconds % 3600 / 60, " min");
+}
+
+std::string TableText(const std::vector<std::vector<std::string>>& rows) {
+  std::vector<size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], Columns(row[i]));
+  }
+  std::string out;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    std::string line;
+    for (size_t i = 0; i < rows[r].size(); ++i) {
+      const std::string& cell = rows[r][i];
+      const std::string gap(widths[i] - Columns(cell), ' ');
+      absl::StrAppend(&line, i > 0 ? "  " : "", LooksLikeNumber(cell) ? gap + cell : cell + gap);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    absl::StrAppend(&out, line, "\n");
+  }
+  return out;
+}
+
+std::string Printable(absl::string_view text) {
+  std::string out(text);
+  for (char& c : out) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = c == '\n' ? ' ' : '?';
+  }
+  return out;
+}
+
+std::string MessageJson(const pb::Message& message, bool raw) {
+  std::unique_ptr<pb::Message> copy(message.New());
+  copy->CopyFrom(message);
+  if (!raw) ClearBytes(*copy);
+  pb::util::JsonPrintOptions options;
+  options.always_print_primitive_fields = true;
+  std::string out;
+  if (!pb::util::MessageToJsonString(*copy, &out, options).ok()) return "{}";
+  return out;
+}
+
+absl::StatusOr<v1::LoraRef> ParseLora(absl::string_view text) {
+  v1::LoraRef lora;
+  const size_t colon = text.rfind(':');
+  double weight = 0;
+  if (colon != absl::string_view::npos && absl::SimpleAtod(text.substr(colon + 1), &weight)) {
+    lora.set_weight(weight);
+    text = text.substr(0, colon);
+  }
+  if (text.empty()) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", "a LoRA is written NAME or NAME:WEIGHT");
+  }
+  lora.set_name(std::string(text));
+  return lora;
+}
+
+std::string LoraText(const v1::LoraRef& lora) {
+  return Printable(lora.has_weight() ? absl::StrCat(lora.name(), ":", lora.weight()) : lora.name());
+}
+
+std::string ExpandOutput(absl::string_view pattern, const OutputName& name) {
+  const std::string expanded = absl::StrReplaceAll(
+      pattern,
+      {{"{job}", name.job}, {"{index}", absl::StrCat(name.index)}, {"{seed}", absl::StrCat(name.seed)}});
+  if (name.count <= 1 || expanded != pattern) return expanded;
+  const size_t slash = pattern.rfind('/');
+  size_t dot = pattern.rfind('.');
+  if (dot == absl::string_view::npos || (slash != absl::string_view::npos && dot < slash)) dot = pattern.size();
+  return absl::StrCat(pattern.substr(0, dot), "-", name.index, pattern.substr(dot));
+}
+
+}  // namespace latentd::ctl

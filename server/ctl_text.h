@@ -1,0 +1,67 @@
+// latentctl: texts for people and for scripts.
+#ifndef LATENTD_SERVER_CTL_TEXT_H_
+#define LATENTD_SERVER_CTL_TEXT_H_
+
+#include <google/protobuf/message.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "latentd/v1/common.pb.h"
+
+namespace latentd::ctl {
+
+// Exit codes of latentctl.
+enum ExitCode {
+  kExitOk = 0,
+  kExitFailed = 1,        // the server refused the request or the job failed; `health`: not serving
+  kExitUsage = 2,         // wrong command line
+  kExitUnreachable = 3,   // no server, or it went away
+  kExitLocal = 4,         // a file could not be read or written, or what was received is damaged
+  kExitInterrupted = 130  // SIGINT, SIGTERM
+};
+
+// Of the error that a command ends with.
+ExitCode ExitCodeOf(const absl::Status& status);
+
+// "NOT_FOUND MODEL_NOT_FOUND: message" and a line "  key: value" for each detail; or with `json` one object.
+std::string ErrorText(const absl::Status& status, bool json);
+
+// 1536 → "1.5 KiB".
+std::string HumanBytes(int64_t bytes);
+
+// 75400 → "1 min 15 s"; 1234 → "1.23 s"; 12.3 → "12 ms".
+std::string HumanMs(double ms);
+
+// Columns as wide as they need to be; the first row is the heading. Cells that look like numbers or sizes are
+// set to the right.
+std::string TableText(const std::vector<std::vector<std::string>>& rows);
+
+// What a server sent, safe to print: control characters become '?'.
+std::string Printable(absl::string_view text);
+
+// The proto's JSON mapping on one line, all fields shown. Without `raw`, bytes fields are left empty.
+std::string MessageJson(const google::protobuf::Message& message, bool raw);
+
+// "night" or "night:0.5". A colon whose right side is no number belongs to the name. Errors: INVALID_ARGUMENT.
+absl::StatusOr<v1::LoraRef> ParseLora(absl::string_view text);
+std::string LoraText(const v1::LoraRef& lora);
+
+struct OutputName {
+  std::string job;
+  int index = 0;
+  uint64_t seed = 0;
+  int count = 1;
+};
+
+// The file name for one picture: {job}, {index} and {seed} in `pattern` are filled in; with several pictures
+// and none of these, "-INDEX" goes before the extension.
+std::string ExpandOutput(absl::string_view pattern, const OutputName& name);
+
+}  // namespace latentd::ctl
+
+#endif  // LATENTD_SERVER_CTL_TEXT_H_

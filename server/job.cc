@@ -1,0 +1,341 @@
+#include "server/job.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "server/image_codec.h"
+#include "server/params.h"
+#include "server/server_core.h"
+#include "server/sha256.h"
+#include "server/tensor_guard.h"
+#include "spdlog/spdlog.h"
+
+namespace latentd {
+namespace {
+
+constexpr absl::Duration kLoadingEventInterval = absl::Milliseconds(100);
+constexpr int64_t kChunkBytes = 1 << 20;
+constexpr int kPreviewQuality = 80;
+constexpr int kJpegQuality = 95;
+
+double Ms(absl::Duration d) { return absl::ToDoubleMilliseconds(d); }
+
+// Adds the time until its end to a field of the timings.
+class Stopwatch {
+ public:
+  explicit Stopwatch(std::function<void(double)> add) : add_(std::move(add)) {}
+  ~Stopwatch() { add_(ms()); }
+  double ms() const { return Ms(absl::Now() - start_); }
+
+ private:
+  std::function<void(double)> add_;
+  absl::Time start_ = absl::Now();
+};
+
+}  // namespace
+
+Job::Job(ServerCore* core, JobSetup setup) : core_(core), setup_(std::move(setup)) {
+  for (const HeldLora& lora : *setup_.loras) reports_.push_back(lora.report);
+  // Apply reports in order of name.
+  std::stable_sort(reports_.begin(), reports_.end(),
+                   [](const PatchReport& a, const PatchReport& b) { return a.name < b.name; });
+}
+
+Job::~Job() = default;
+
+void Job::Start() { OnWorker(&Job::Prepare); }
+
+void Job::Cancel(absl::Status why) {
+  {
+    MutexLock lock(&mu_);
+    if (cancel_status_.ok()) cancel_status_ = std::move(why);
+  }
+  stop_.request_stop();
+}
+
+absl::Status Job::StopReason() const {
+  if (!stop_.stop_requested()) return absl::OkStatus();
+  MutexLock lock(&mu_);
+  return cancel_status_;
+}
+
+void Job::OnWorker(absl::Status (Job::*what)()) {
+  core_->workers->Submit([self = shared_from_this(), what] {
+    absl::Status status = self->StopReason();
+    if (status.ok()) status = GuardTensorCode("job", [&] { return (self.get()->*what)(); });
+    if (!status.ok()) self->Finish(status);
+  });
+}
+
+absl::Status Job::Prepare() {
+  phase_ = v1::JobInfo::PHASE_LOADING;
+  const Pipeline& pipeline = *setup_.model->pipeline;
+  ASSIGN_OR_RETURN(params_, ParamsFromProto(setup_.request, core_->config));
+  RETURN_IF_ERROR(pipeline.Validate(params_));
+  RETURN_IF_ERROR(CheckPixels(params_, core_->config));
+  // What is kept for the echo needs no picture.
+  if (setup_.request.has_init_image()) setup_.request.mutable_init_image()->clear_data();
+  steps_ = static_cast<int>(*params_.steps);
+
+  for (const std::string& component : pipeline.EncoderComponents(params_)) {
+    phases_.push_back({Kind::kEncode, component});
+  }
+  if (params_.init_image.defined()) phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
+  phases_.push_back({Kind::kDenoise, pipeline.denoiser_component()});
+  phases_.push_back({Kind::kDecode, pipeline.decoder_component()});
+  executor_ = &core_->Place(*setup_.model);
+  return AcquirePhase();
+}
+
+absl::StatusOr<std::vector<PatchSpec>> Job::SpecsFor(const Component& component) {
+  std::vector<PatchSpec> specs;
+  if (!component.patch_target) return specs;
+  for (const HeldLora& lora : *setup_.loras) {
+    PatchSpec spec;
+    spec.name = lora.name;
+    spec.weight = lora.weight;
+    spec.handle = lora.handle.Share();
+    spec.patch = std::static_pointer_cast<const ModelPatch>(spec.handle.resource());
+    const bool applies = lora.weight != 0 && lora.report.matched.count(component.name) != 0;
+    if (applies && !executor_->device().uses_host_memory()) {
+      ASSIGN_OR_RETURN(spec.residency,
+                       core_->cache->LockOnDevice(spec.handle, executor_->device(),
+                                                  {.owner = setup_.owner, .stop = stop_.get_token()}));
+      spec.patch = std::static_pointer_cast<const ModelPatch>(spec.residency.resource());
+    }
+    specs.push_back(std::move(spec));
+  }
+  return specs;
+}
+
+absl::Status Job::AcquirePhase() {
+  const Phase& phase = phases_[current_];
+  const Component& component = setup_.model->component(phase.component);
+  const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
+  Stopwatch watch([&](double ms) { timings_.set_load_ms(timings_.load_ms() + ms); });
+
+  const LockRequest request = setup_.model->ComponentRequest(phase.component);
+  ASSIGN_OR_RETURN(handle_, core_->cache->Lock(request.key, request.loader,
+                                               {.owner = setup_.owner,
+                                                .deadline = deadline,
+                                                .stop = stop_.get_token(),
+                                                .progress = [&](int64_t done, int64_t total) {
+                                                  SendLoading(phase.component, done, total);
+                                                }}));
+  ASSIGN_OR_RETURN(residency_, core_->cache->LockOnDevice(
+                                   handle_, executor_->device(),
+                                   {.owner = setup_.owner,
+                                    .working_bytes = setup_.model->pipeline->WorkingBytes(phase.component, params_),
+                                    .deadline = deadline,
+                                    .stop = stop_.get_token()}));
+  ASSIGN_OR_RETURN(std::vector<PatchSpec> specs, SpecsFor(component));
+  const auto& weights = residency_.As<WeightSet>();
+  if (!specs.empty()) {
+    ASSIGN_OR_RETURN(overlay_, LayerPatcher::Apply(weights, *component.patch_target, std::move(specs),
+                                                   {.mode = setup_.patch_mode,
+                                                    .device = &executor_->device(),
+                                                    .owner = setup_.owner,
+                                                    .stop = stop_.get_token()},
+                                                   &reports_));
+  }
+  view_ = std::make_unique<WeightView>(weights, overlay_.get());
+  SampleMemory();
+  switch (phase.kind) {
+    case Kind::kEncode:
+    case Kind::kEncodeImage: phase_ = v1::JobInfo::PHASE_ENCODING; break;
+    case Kind::kDenoise: phase_ = v1::JobInfo::PHASE_DENOISING; break;
+    case Kind::kDecode: phase_ = v1::JobInfo::PHASE_DECODING; break;
+  }
+  executor_->Submit(shared_from_this());
+  return absl::OkStatus();
+}
+
+bool Job::RunSlice() {
+  absl::Status status = StopReason();
+  bool phase_over = false;
+  if (status.ok()) {
+    status = GuardTensorCode("slice", [&]() -> absl::Status {
+      ASSIGN_OR_RETURN(phase_over, RunPhaseSlice());
+      // Bytes out of a file that was cut short meanwhile are not weights.
+      RETURN_IF_ERROR(handle_.resource()->Check());
+      for (const HeldLora& lora : *setup_.loras) RETURN_IF_ERROR(lora.handle.resource()->Check());
+      return absl::OkStatus();
+    });
+    SampleMemory();
+  }
+  if (!status.ok()) {
+    Finish(status);
+    return false;
+  }
+  if (!phase_over) return true;
+  ReleasePhase();
+  if (++current_ < phases_.size()) {
+    OnWorker(&Job::AcquirePhase);
+  } else {
+    OnWorker(&Job::EncodePictures);
+  }
+  return false;
+}
+
+absl::StatusOr<bool> Job::RunPhaseSlice() {
+  const Pipeline& pipeline = *setup_.model->pipeline;
+  const Phase& phase = phases_[current_];
+  switch (phase.kind) {
+    case Kind::kEncode: {
+      Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
+      RETURN_IF_ERROR(pipeline.Encode(phase.component, *view_, params_, conditioning_));
+      if (phases_[current_ + 1].kind != Kind::kEncode) {
+        v1::JobEvent event;
+        event.mutable_encoded();
+        setup_.on_event(std::move(event));
+      }
+      return true;
+    }
+    case Kind::kEncodeImage: {
+      Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
+      ASSIGN_OR_RETURN(init_latents_, pipeline.EncodeImage(*view_, params_));
+      return true;
+    }
+    case Kind::kDenoise: {
+      Stopwatch watch([&](double ms) { timings_.set_denoise_ms(timings_.denoise_ms() + ms); });
+      if (denoiser_ == nullptr) {
+        ASSIGN_OR_RETURN(denoiser_, pipeline.Begin(params_, std::move(conditioning_), init_latents_));
+        steps_ = static_cast<int>(denoiser_->step_count());
+      }
+      if (!denoiser_->done()) {
+        ASSIGN_OR_RETURN(StepReport report, denoiser_->Step(*view_));
+        step_ = static_cast<int>(report.index);
+        v1::JobEvent event;
+        auto& step = *event.mutable_step();
+        step.set_index(static_cast<int>(report.index));
+        step.set_count(static_cast<int>(report.count));
+        step.set_sigma(report.sigma);
+        step.set_ms(watch.ms());
+        setup_.on_event(std::move(event));
+      }
+      if (!denoiser_->done()) {
+        RETURN_IF_ERROR(SendPreviews(step_));
+        return false;
+      }
+      latents_ = denoiser_->latents();
+      denoiser_ = nullptr;
+      return true;
+    }
+    case Kind::kDecode: {
+      Stopwatch watch([&](double ms) { timings_.set_decode_ms(timings_.decode_ms() + ms); });
+      const auto index = static_cast<int64_t>(pictures_.size());
+      ASSIGN_OR_RETURN(at::Tensor picture, pipeline.Decode(*view_, latents_.narrow(0, index, 1)));
+      pictures_.push_back(std::move(picture));
+      return static_cast<int64_t>(pictures_.size()) == latents_.size(0);
+    }
+  }
+  return true;
+}
+
+absl::Status Job::SendPreviews(int64_t step) {
+  const int64_t every = setup_.request.preview_every();
+  if (every <= 0 || step % every != 0) return absl::OkStatus();
+  const at::Tensor latents = denoiser_->latents();
+  for (int64_t i = 0; i < latents.size(0); ++i) {
+    const at::Tensor small = setup_.model->pipeline->Preview(latents.narrow(0, i, 1));
+    if (!small.defined()) return absl::OkStatus();
+    const RgbImage image = ShrinkTo(ImageFromTensor(small), static_cast<int>(core_->config.preview_max_px));
+    ASSIGN_OR_RETURN(std::string jpeg, EncodeJpeg(image.pixels, image.width, image.height, kPreviewQuality));
+    v1::JobEvent event;
+    auto& preview = *event.mutable_preview();
+    preview.set_index(static_cast<int>(i));
+    preview.set_mime("image/jpeg");
+    preview.set_width(image.width);
+    preview.set_height(image.height);
+    preview.set_data(std::move(jpeg));
+    setup_.on_event(std::move(event));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Job::EncodePictures() {
+  for (size_t i = 0; i < pictures_.size(); ++i) {
+    if (stop_.stop_requested()) return StopReason();
+    const RgbImage image = ImageFromTensor(pictures_[i]);
+    const bool jpeg = setup_.request.image_format() == v1::IMAGE_FORMAT_JPEG;
+    ASSIGN_OR_RETURN(std::string file, jpeg ? EncodeJpeg(image.pixels, image.width, image.height, kJpegQuality)
+                                            : EncodePng(image.pixels, image.width, image.height));
+    v1::JobEvent event;
+    auto& header = *event.mutable_image_header();
+    header.set_index(static_cast<int>(i));
+    header.set_mime(jpeg ? "image/jpeg" : "image/png");
+    header.set_size(static_cast<int64_t>(file.size()));
+    header.set_width(image.width);
+    header.set_height(image.height);
+    header.set_sha256(Sha256Hex(file));
+    header.set_seed(params_.seeds[i]);
+    setup_.on_event(std::move(event));
+    for (size_t at = 0; at < file.size(); at += kChunkBytes) {
+      v1::JobEvent chunk_event;
+      auto& chunk = *chunk_event.mutable_image_chunk();
+      chunk.set_index(static_cast<int>(i));
+      chunk.set_offset(static_cast<int64_t>(at));
+      chunk.set_data(file.substr(at, kChunkBytes));
+      setup_.on_event(std::move(chunk_event));
+    }
+  }
+  timings_.set_total_ms(Ms(absl::Now() - setup_.created));
+  timings_.set_queue_ms(std::max(0.0, timings_.total_ms() - timings_.load_ms() - timings_.encode_ms() -
+                                          timings_.denoise_ms() - timings_.decode_ms()));
+  v1::JobEvent event;
+  auto& done = *event.mutable_done();
+  *done.mutable_timings() = timings_;
+  done.set_peak_ram_bytes(peak_ram_bytes_);
+  for (const PatchReport& report : reports_) *done.add_loras() = ReportToProto(report);
+  *done.mutable_params() = EchoParams(setup_.request, params_);
+  for (uint64_t seed : params_.seeds) done.add_seeds(seed);
+  setup_.on_event(std::move(event));
+  Finish(absl::OkStatus());
+  return absl::OkStatus();
+}
+
+void Job::SendLoading(const std::string& component, int64_t done, int64_t total) {
+  const absl::Time now = absl::Now();
+  if (now - last_loading_event_ < kLoadingEventInterval && done < total) return;
+  last_loading_event_ = now;
+  v1::JobEvent event;
+  auto& loading = *event.mutable_loading();
+  loading.set_component(component);
+  loading.set_bytes_done(done);
+  loading.set_bytes_total(total);
+  setup_.on_event(std::move(event));
+}
+
+void Job::SampleMemory() {
+  const MemoryBudget::Stats stats = core_->ram->stats();
+  peak_ram_bytes_ = std::max(peak_ram_bytes_, stats.in_use_bytes + stats.reserved_bytes);
+}
+
+void Job::ReleasePhase() {
+  view_ = nullptr;
+  overlay_ = nullptr;
+  residency_.Release();
+  handle_.Release();
+}
+
+void Job::Finish(absl::Status status) {
+  if (finished_.exchange(true)) return;
+  if (const absl::Status stopped = StopReason(); !status.ok() && !stopped.ok()) status = stopped;
+  denoiser_ = nullptr;
+  conditioning_.clear();
+  latents_.reset();
+  init_latents_.reset();
+  pictures_.clear();
+  ReleasePhase();
+  if (status.ok()) {
+    spdlog::info("job done session={} job={} steps={} total_ms={:.0f}", setup_.owner, setup_.job_id, steps_.load(),
+                 timings_.total_ms());
+  } else {
+    spdlog::info("job ended session={} job={} reason={}", setup_.owner, setup_.job_id,
+                 ErrorReason(status).empty() ? absl::StatusCodeToString(status.code()) : ErrorReason(status));
+  }
+  setup_.on_end(std::move(status));
+}
+
+}  // namespace latentd

@@ -1,0 +1,138 @@
+// One generation, from parameters to pictures, as slices of an executor.
+//
+// A job alternates between two kinds of threads. On a worker it locks what its next phase needs (this may
+// read files and wait for memory); on the executor it runs that phase, a slice at a time: a text encoder, a
+// step, one picture of the VAE. Components are locked per phase and let go after it; LoRAs are locked by the
+// session, and again by each overlay.
+//
+//   Start → prepare → (acquire → slices …)* → encode pictures → done
+//
+// Cancel() takes effect at the next slice boundary, or at once where a wait can be broken.
+//
+// Thread-safe: Start, Cancel, phase, step. Events come one at a time, in order.
+#ifndef LATENTD_SERVER_JOB_H_
+#define LATENTD_SERVER_JOB_H_
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <stop_token>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "cache/mutex.h"
+#include "absl/time/time.h"
+#include "cache/model_cache.h"
+#include "families/family.h"
+#include "latentd/v1/denoise.pb.h"
+#include "latentd/v1/server.pb.h"
+#include "patcher/layer_patcher.h"
+#include "server/catalog.h"
+#include "server/executor.h"
+
+namespace latentd {
+
+struct ServerCore;
+
+// A LoRA that a session holds.
+struct HeldLora {
+  std::string name;
+  double weight = 1;
+  LockHandle handle;
+  PatchReport report;
+};
+
+struct JobSetup {
+  std::string job_id;
+  std::string owner;  // the session: holder of all locks
+  std::shared_ptr<const OpenModel> model;
+  v1::GenerateParams request;
+  const std::vector<HeldLora>* loras = nullptr;  // unchanged and alive until on_end
+  PatchMode patch_mode = PatchMode::kAuto;
+  int priority = 0;
+  absl::Time created;
+
+  std::function<void(v1::JobEvent)> on_event;
+  // Once, last, with everything released. OK after the `done` event.
+  std::function<void(absl::Status)> on_end;
+};
+
+class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
+ public:
+  Job(ServerCore* core, JobSetup setup);
+  ~Job() override;
+
+  void Start();
+
+  // The job ends with `why` instead of its pictures. The first call counts.
+  void Cancel(absl::Status why);
+
+  v1::JobInfo::Phase phase() const { return phase_; }
+  int step() const { return step_; }
+  int steps() const { return steps_; }
+
+  bool RunSlice() override;
+  int priority() const override { return setup_.priority; }
+
+ private:
+  enum class Kind { kEncode, kEncodeImage, kDenoise, kDecode };
+  struct Phase {
+    Kind kind;
+    std::string component;
+  };
+
+  // Runs on a worker; the job ends when the returned status is not OK.
+  void OnWorker(absl::Status (Job::*what)());
+  absl::Status Prepare();
+  absl::Status AcquirePhase();
+  absl::Status EncodePictures();
+
+  // One slice of the current phase; true when the phase is over. Executor only.
+  absl::StatusOr<bool> RunPhaseSlice();
+  absl::Status SendPreviews(int64_t step);
+
+  void ReleasePhase();
+  absl::StatusOr<std::vector<PatchSpec>> SpecsFor(const Component& component);
+  void Finish(absl::Status status);
+  absl::Status StopReason() const;
+  void SendLoading(const std::string& component, int64_t done, int64_t total);
+  void SampleMemory();
+
+  ServerCore* const core_;
+  JobSetup setup_;
+  Executor* executor_ = nullptr;
+  std::stop_source stop_;
+  mutable Mutex mu_;
+  absl::Status cancel_status_ ABSL_GUARDED_BY(mu_);
+  std::atomic<bool> finished_ = false;
+
+  // What follows is touched by one thread at a time: the worker or the executor that has the job.
+  GenerateParams params_;
+  std::vector<Phase> phases_;
+  size_t current_ = 0;
+  std::vector<PatchReport> reports_;
+  Conditioning conditioning_;
+  at::Tensor init_latents_;
+  at::Tensor latents_;
+  std::unique_ptr<Denoiser> denoiser_;
+  std::vector<at::Tensor> pictures_;  // uint8 [H, W, 3]
+
+  // Of the current phase. Declared so that what borrows goes first.
+  LockHandle handle_;
+  DeviceLock residency_;
+  std::shared_ptr<const Overlay> overlay_;
+  std::unique_ptr<WeightView> view_;
+
+  v1::Timings timings_;
+  int64_t peak_ram_bytes_ = 0;
+  absl::Time last_loading_event_ = absl::InfinitePast();
+  std::atomic<v1::JobInfo::Phase> phase_ = v1::JobInfo::PHASE_QUEUED;
+  std::atomic<int> step_ = 0;
+  std::atomic<int> steps_ = 0;
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_SERVER_JOB_H_

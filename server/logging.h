@@ -1,0 +1,25 @@
+// The daemon's log: lines on stderr, for people or as JSON objects.
+//
+// Code logs with spdlog's own functions (spdlog::info("session {} opened", id)); this sets them up. A line is
+// one line whatever a client put into a name: control characters are escaped.
+#ifndef LATENTD_SERVER_LOGGING_H_
+#define LATENTD_SERVER_LOGGING_H_
+
+#include <spdlog/formatter.h>
+
+#include <memory>
+#include <string>
+
+namespace latentd {
+
+// level: trace, debug, info, warning, error; format: text, json (Config::log_level, Config::log_format).
+// Once, at the start of main.
+void SetUpLogging(const std::string& level, const std::string& format);
+
+// text:  2026-01-31T12:00:00.123Z info    message
+// json:  {"time":"2026-01-31T12:00:00.123Z","level":"info","message":"message"}
+std::unique_ptr<spdlog::formatter> MakeLogFormatter(const std::string& format);
+
+}  // namespace latentd
+
+#endif  // LATENTD_SERVER_LOGGING_H_

@@ -1,0 +1,170 @@
+#include "server/model_service.h"
+
+#include <algorithm>
+#include <map>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "patcher/model_patch.h"
+#include "server/params.h"
+#include "server/unary.h"
+#include "spdlog/spdlog.h"
+
+namespace latentd {
+namespace {
+
+constexpr int kDefaultPageSize = 100;
+constexpr int kMaxPageSize = 1000;
+constexpr size_t kMaxMetadataValue = 512;
+constexpr size_t kMaxMetadataEntries = 64;
+constexpr size_t kMaxSamples = 10;
+
+// A page of [0, count). Tokens are names: a page starts behind the name in its token, so that what comes and
+// goes between two calls moves nothing.
+struct Page {
+  size_t begin = 0;
+  size_t end = 0;
+};
+
+absl::StatusOr<Page> PageOf(const std::vector<std::string>& names, int page_size, const std::string& token) {
+  if (page_size < 0) return FieldError("page_size", "must not be negative");
+  const int size = page_size == 0 ? kDefaultPageSize : std::min(page_size, kMaxPageSize);
+  if (!token.empty() && !IsValidName(token)) return FieldError("page_token", "is no token of an earlier page");
+  Page page;
+  if (!token.empty()) {
+    page.begin = static_cast<size_t>(std::upper_bound(names.begin(), names.end(), token) - names.begin());
+  }
+  page.end = std::min(names.size(), page.begin + static_cast<size_t>(size));
+  return page;
+}
+
+std::string StorageName(DType dtype) { return absl::AsciiStrToLower(DTypeName(dtype)); }
+
+v1::Model ToProto(const OpenModel& model) {
+  v1::Model proto;
+  proto.set_name(model.name);
+  proto.set_id(model.id);
+  proto.set_source(model.source);
+  const Pipeline& pipeline = *model.pipeline;
+  proto.set_family(std::string(pipeline.family()));
+  proto.set_variant(std::string(pipeline.variant()));
+  for (const Component& component : pipeline.components()) {
+    v1::ModelComponent& out = *proto.add_components();
+    out.set_name(component.name);
+    out.set_bytes(component.files->tensor_bytes());
+    out.set_parameters(component.layout->parameter_count());
+    std::map<DType, int64_t> bytes;
+    for (const auto& [name, entry] : component.files->tensors()) bytes[entry.info->dtype] += entry.info->bytes;
+    auto most = std::max_element(bytes.begin(), bytes.end(),
+                                 [](const auto& a, const auto& b) { return a.second < b.second; });
+    if (most != bytes.end()) out.set_storage_type(StorageName(most->first));
+  }
+  const ModelDefaults& d = pipeline.defaults();
+  v1::ModelDefaults& out = *proto.mutable_defaults();
+  out.set_width(static_cast<int>(d.width));
+  out.set_height(static_cast<int>(d.height));
+  out.set_steps(static_cast<int>(d.steps));
+  out.set_guidance(d.guidance);
+  out.set_true_cfg_scale(d.true_cfg_scale);
+  out.set_strength(d.strength);
+  out.set_max_sequence_length(static_cast<int>(d.max_sequence_length));
+  out.set_sampler(d.sampler);
+  return proto;
+}
+
+// Reads the whole file, so that what it says of the layers is checked, but keeps nothing.
+absl::StatusOr<std::shared_ptr<const ModelPatch>> ReadPatch(const LoraFile& lora) {
+  ASSIGN_OR_RETURN(std::shared_ptr<const WeightFiles> files, WeightFiles::Open(lora.path));
+  return ModelPatch::Load(files, LoadContext([] { return false; }, [](int64_t, int64_t) {}));
+}
+
+v1::Lora ToProto(const LoraFile& lora, const ModelPatch* patch) {
+  v1::Lora proto;
+  proto.set_name(lora.name);
+  proto.set_id(lora.id);
+  proto.set_bytes(lora.bytes);
+  if (patch != nullptr) {
+    proto.set_format(patch->format());
+    proto.set_layers(static_cast<int64_t>(patch->layers().size()));
+  }
+  return proto;
+}
+
+}  // namespace
+
+grpc::ServerUnaryReactor* ModelServiceImpl::ListModels(grpc::CallbackServerContext* context,
+                                                       const v1::ListModelsRequest* request,
+                                                       v1::ListModelsResponse* response) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    const std::vector<std::string> names = core_->catalog->ModelNames();
+    ASSIGN_OR_RETURN(Page page, PageOf(names, request->page_size(), request->page_token()));
+    for (size_t i = page.begin; i < page.end; ++i) {
+      auto model = core_->catalog->Model(names[i]);
+      if (!model.ok()) {  // listed by name, so that it is not a riddle where it went; GetModel says why
+        spdlog::warn("model {}: {}", names[i], std::string(model.status().message()));
+        response->add_models()->set_name(names[i]);
+        continue;
+      }
+      *response->add_models() = ToProto(**model);
+    }
+    if (page.end < names.size()) response->set_next_page_token(names[page.end - 1]);
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* ModelServiceImpl::GetModel(grpc::CallbackServerContext* context,
+                                                     const v1::GetModelRequest* request,
+                                                     v1::GetModelResponse* response) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    ASSIGN_OR_RETURN(std::shared_ptr<const OpenModel> model, core_->catalog->Model(request->name()));
+    *response->mutable_model() = ToProto(*model);
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* ModelServiceImpl::ListLoras(grpc::CallbackServerContext* context,
+                                                      const v1::ListLorasRequest* request,
+                                                      v1::ListLorasResponse* response) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    const std::vector<LoraFile> loras = core_->catalog->Loras();
+    std::vector<std::string> names;
+    for (const LoraFile& lora : loras) names.push_back(lora.name);
+    ASSIGN_OR_RETURN(Page page, PageOf(names, request->page_size(), request->page_token()));
+    for (size_t i = page.begin; i < page.end; ++i) {
+      auto patch = ReadPatch(loras[i]);
+      *response->add_loras() = ToProto(loras[i], patch.ok() ? patch->get() : nullptr);
+    }
+    if (page.end < names.size()) response->set_next_page_token(names[page.end - 1]);
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerContext* context,
+                                                        const v1::InspectLoraRequest* request,
+                                                        v1::InspectLoraResponse* response) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    ASSIGN_OR_RETURN(LoraFile lora, core_->catalog->Lora(request->name()));
+    ASSIGN_OR_RETURN(std::shared_ptr<const ModelPatch> patch, ReadPatch(lora));
+    *response->mutable_lora() = ToProto(lora, patch.get());
+    for (const LoraLayer& layer : patch->layers()) {
+      ++(*response->mutable_layers_by_rank())[static_cast<int>(layer.rank())];
+      if (layer.has_alpha) response->set_layers_with_alpha(response->layers_with_alpha() + 1);
+      if (response->sample_keys_size() < static_cast<int>(kMaxSamples)) response->add_sample_keys(layer.name);
+    }
+    for (const auto& [key, value] : patch->metadata()) {
+      if (response->metadata().size() >= kMaxMetadataEntries) break;
+      (*response->mutable_metadata())[key.substr(0, kMaxMetadataValue)] =
+          value.size() <= kMaxMetadataValue ? value : value.substr(0, kMaxMetadataValue) + "…";
+    }
+    if (request->has_model()) {
+      ASSIGN_OR_RETURN(std::shared_ptr<const OpenModel> model, core_->catalog->Model(request->model()));
+      ASSIGN_OR_RETURN(PatchReport report, LayerPatcher::Match(*patch, lora.name, 1.0, model->patch_targets));
+      *response->mutable_match() = ReportToProto(report);
+    }
+    return absl::OkStatus();
+  });
+}
+
+}  // namespace latentd

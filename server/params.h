@@ -1,0 +1,33 @@
+// Between the API's messages and what families and patcher work with.
+#ifndef LATENTD_SERVER_PARAMS_H_
+#define LATENTD_SERVER_PARAMS_H_
+
+#include "absl/status/statusor.h"
+#include "families/generate_params.h"
+#include "latentd/v1/common.pb.h"
+#include "latentd/v1/denoise.pb.h"
+#include "patcher/layer_patcher.h"
+#include "server/config.h"
+#include "server/image_codec.h"
+
+namespace latentd {
+
+// Checks what does not depend on the model (text and picture sizes, count, seed range), decodes the init
+// image, and draws a seed where none is given. The rest is Pipeline::Validate's. Takes time for an image: not
+// on an RPC thread. Errors: INVALID_ARGUMENT INVALID_FIELD.
+absl::StatusOr<GenerateParams> ParamsFromProto(const v1::GenerateParams& proto, const Config& config);
+
+// width × height against the server's limit. REQUIRES: params passed Validate.
+absl::Status CheckPixels(const GenerateParams& params, const Config& config);
+
+// The request with everything filled in that was used, without the init image's data.
+v1::GenerateParams EchoParams(const v1::GenerateParams& request, const GenerateParams& used);
+
+v1::LoraReport ReportToProto(const PatchReport& report);
+
+// uint8 [H, W, 3], contiguous or not.
+RgbImage ImageFromTensor(const at::Tensor& picture);
+
+}  // namespace latentd
+
+#endif  // LATENTD_SERVER_PARAMS_H_

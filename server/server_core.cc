@@ -1,0 +1,89 @@
+#include "server/server_core.h"
+
+#include <algorithm>
+#include <random>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "server/machine_memory.h"
+#include "server/session_scope.h"
+
+namespace latentd {
+
+std::string RandomId() {
+  std::random_device device;  // getrandom(2)
+  std::string id;
+  for (int i = 0; i < 4; ++i) id += absl::StrCat(absl::Hex(static_cast<uint32_t>(device()), absl::kZeroPad8));
+  return id;
+}
+
+PatchMode DefaultPatchMode(const Config& config) {
+  if (config.patch_mode == "direct") return PatchMode::kDirect;
+  if (config.patch_mode == "sidecar") return PatchMode::kSidecar;
+  return PatchMode::kAuto;
+}
+
+absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& config) {
+  auto core = std::make_unique<ServerCore>();
+  core->config = config;
+  core->instance = RandomId();
+  core->start_time = absl::Now();
+  int64_t cap = config.ram_cap;
+  if (cap == 0) {
+    ASSIGN_OR_RETURN(const int64_t machine, MachineRamBytes());
+    cap = DefaultRamCap(machine);
+  }
+  core->ram = std::make_unique<RamBudget>(cap);
+  std::vector<Device*> devices;
+  for (const std::string& spec : config.devices) {
+    ASSIGN_OR_RETURN(std::unique_ptr<Device> device, MakeDevice(spec, core->ram.get()));
+    for (const auto& other : core->devices) {
+      if (other->name() == device->name()) {
+        return absl::InvalidArgumentError(absl::StrCat("device ", device->name(), " is given twice"));
+      }
+    }
+    devices.push_back(device.get());
+    core->devices.push_back(std::move(device));
+  }
+  if (devices.empty()) return absl::InvalidArgumentError("no device is configured");
+  core->cache = std::make_unique<ModelCache>(core->ram.get(), devices);
+  core->catalog = std::make_unique<Catalog>(config.model_roots, config.lora_roots);
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  const int threads = config.threads_per_device > 0 ? static_cast<int>(config.threads_per_device)
+                                                    : std::max(1, cores / static_cast<int>(devices.size()));
+  for (Device* device : devices) core->executors.push_back(std::make_unique<Executor>(device, threads));
+  const auto loaders = static_cast<int>(config.loader_threads);
+  // A session waits for memory in at most one place, so this many can never all be stuck.
+  core->workers = std::make_unique<WorkerPool>(loaders, loaders + static_cast<int>(config.max_sessions) + 16);
+  core->sessions = std::make_unique<SessionRegistry>(core.get());
+  return core;
+}
+
+ServerCore::~ServerCore() {
+  if (sessions != nullptr) sessions->Drain(absl::InfinitePast());
+}
+
+Executor& ServerCore::Place(const OpenModel& model) {
+  if (executors.size() == 1) return *executors[0];
+  const ModelKey key{model.id, model.pipeline->denoiser_component()};
+  std::map<std::string, bool> holds;
+  for (const RecordStats& record : cache->Stats().records) {
+    if (!(record.key == key)) continue;
+    for (const ResidencyStats& there : record.residency) holds[there.device] = true;
+  }
+  auto cost = [&](const std::unique_ptr<Executor>& e) {
+    const bool there = e->device().uses_host_memory() || holds.count(e->device().name()) != 0;
+    return std::make_pair(e->load() + (there ? 0 : 1), there ? 0 : 1);
+  };
+  return **std::min_element(executors.begin(), executors.end(),
+                            [&](const auto& a, const auto& b) { return cost(a) < cost(b); });
+}
+
+absl::Status ServerCore::CheckAccepting() const {
+  if (!draining) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kUnavailable, "SERVER_DRAINING",
+                   "the server is going down and takes nothing new; try again later", {{"retry_ms", "5000"}});
+}
+
+}  // namespace latentd

@@ -1,0 +1,60 @@
+// What all sessions of a server share. Free of gRPC.
+#ifndef LATENTD_SERVER_SERVER_CORE_H_
+#define LATENTD_SERVER_SERVER_CORE_H_
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "cache/device.h"
+#include "cache/model_cache.h"
+#include "patcher/layer_patcher.h"
+#include "server/catalog.h"
+#include "server/config.h"
+#include "server/executor.h"
+#include "server/worker_pool.h"
+
+namespace latentd {
+
+class SessionRegistry;
+
+// Members are declared in the order in which they depend on each other, so that they end in the reverse:
+// first who runs work, then the cache, last the budgets.
+struct ServerCore {
+  // Devices and cap from the config. Errors: INVALID_ARGUMENT for a device that cannot be made.
+  static absl::StatusOr<std::unique_ptr<ServerCore>> Create(const Config& config);
+  ~ServerCore();
+
+  // The executor for a job on this model: one whose device holds the denoiser, else the least loaded.
+  Executor& Place(const OpenModel& model);
+
+  // UNAVAILABLE SERVER_DRAINING while going down.
+  absl::Status CheckAccepting() const;
+
+  Config config;
+  std::string instance;  // random, 128 bit in hex
+  absl::Time start_time;
+  std::atomic<bool> draining = false;
+  std::atomic<int64_t> queued_jobs = 0;  // sent and not finished, of all sessions
+
+  std::unique_ptr<RamBudget> ram;
+  std::vector<std::unique_ptr<Device>> devices;
+  std::unique_ptr<ModelCache> cache;
+  std::unique_ptr<Catalog> catalog;
+  std::vector<std::unique_ptr<Executor>> executors;  // one per device, same order
+  std::unique_ptr<WorkerPool> workers;
+  std::unique_ptr<SessionRegistry> sessions;
+};
+
+// "auto" of the config: half of the machine's RAM and what goes with it; see machine_memory.h.
+PatchMode DefaultPatchMode(const Config& config);
+
+// 128 random bits as 32 hex digits.
+std::string RandomId();
+
+}  // namespace latentd
+
+#endif  // LATENTD_SERVER_SERVER_CORE_H_

@@ -1,0 +1,55 @@
+#include "server/server_service.h"
+
+#include "google/protobuf/util/time_util.h"
+#include "server/denoise_service.h"
+#include "server/session_scope.h"
+#include "server/unary.h"
+#include "server/version.h"
+
+namespace latentd {
+
+grpc::ServerUnaryReactor* ServerServiceImpl::GetServerInfo(grpc::CallbackServerContext* context,
+                                                           const v1::GetServerInfoRequest*,
+                                                           v1::GetServerInfoResponse* response) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    response->set_version(kVersion);
+    response->set_instance(core_->instance);
+    *response->mutable_start_time() =
+        google::protobuf::util::TimeUtil::MillisecondsToTimestamp(absl::ToUnixMillis(core_->start_time));
+    for (const auto& executor : core_->executors) {
+      const Device& device = executor->device();
+      v1::DeviceInfo& out = *response->add_devices();
+      out.set_name(device.name());
+      out.set_kind(device.kind() == DeviceKind::kCpu ? "cpu" : device.kind() == DeviceKind::kSim ? "sim" : "cuda");
+      out.set_memory_bytes(device.uses_host_memory() ? 0 : device.budget().stats().cap_bytes);
+      out.set_threads(executor->threads());
+    }
+    for (const Family* family : AllFamilies()) response->add_families(std::string(family->name()));
+    response->add_samplers("euler");
+    response->add_image_formats(v1::IMAGE_FORMAT_PNG);
+    response->add_image_formats(v1::IMAGE_FORMAT_JPEG);
+    *response->mutable_limits() = LimitsToProto(core_->config);
+    response->set_draining(core_->draining);
+    response->set_default_model(core_->config.default_model);
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* ServerServiceImpl::ListSessions(grpc::CallbackServerContext* context,
+                                                          const v1::ListSessionsRequest*,
+                                                          v1::ListSessionsResponse* response) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    for (v1::SessionInfo& info : core_->sessions->List()) *response->add_sessions() = std::move(info);
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* ServerServiceImpl::CancelJob(grpc::CallbackServerContext* context,
+                                                       const v1::CancelJobRequest* request,
+                                                       v1::CancelJobResponse*) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    return core_->sessions->CancelJob(request->session(), request->job_id());
+  });
+}
+
+}  // namespace latentd

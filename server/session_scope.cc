@@ -1,0 +1,540 @@
+// Invariant, under mu_: at most one request is in progress (busy_), and only it touches model_ and loras_.
+// Whoever makes busy_ false calls Pump, which starts the next request or, when the end was asked for, the
+// end. Calls to the client are made without mu_.
+#include "server/session_scope.h"
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "cache/error.h"
+#include "google/protobuf/util/time_util.h"
+#include "server/params.h"
+#include "server/tensor_guard.h"
+#include "spdlog/spdlog.h"
+
+namespace latentd {
+namespace {
+
+constexpr size_t kMaxLoras = 64;
+constexpr absl::Duration kStallLimit = absl::Minutes(2);
+
+absl::Status JobNotFound(const std::string& job_id) {
+  return MakeError(absl::StatusCode::kNotFound, "JOB_NOT_FOUND",
+                   absl::StrCat("no job '", job_id.substr(0, 128), "' is queued or running in this session"),
+                   {{"resource_type", "job"}, {"resource_name", job_id.substr(0, 128)}, {"field", "job_id"}});
+}
+
+absl::Status Cancelled() { return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled"); }
+
+absl::StatusOr<PatchMode> ModeFromProto(v1::PatchMode mode, const Config& config) {
+  switch (mode) {
+    case v1::PATCH_MODE_UNSPECIFIED: return DefaultPatchMode(config);
+    case v1::PATCH_MODE_AUTO: return PatchMode::kAuto;
+    case v1::PATCH_MODE_DIRECT: return PatchMode::kDirect;
+    case v1::PATCH_MODE_SIDECAR: return PatchMode::kSidecar;
+    default: return FieldError("patch_mode", absl::StrCat("unknown value ", static_cast<int>(mode)));
+  }
+}
+
+std::vector<PatchReport> Reports(const std::vector<HeldLora>& loras) {
+  std::vector<PatchReport> reports;
+  for (const HeldLora& lora : loras) reports.push_back(lora.report);
+  return reports;
+}
+
+google::protobuf::Duration ToProto(absl::Duration d) {
+  return google::protobuf::util::TimeUtil::MillisecondsToDuration(absl::ToInt64Milliseconds(d));
+}
+
+}  // namespace
+
+SessionScope::SessionScope(ServerCore* core, std::shared_ptr<SessionClient> client, std::string peer,
+                           OpenRequest request)
+    : core_(core), id_(RandomId()), peer_(std::move(peer)), open_(std::move(request)), client_(std::move(client)) {}
+
+SessionScope::~SessionScope() = default;
+
+void SessionScope::Start() {
+  Request open;
+  open.kind = Request::Kind::kOpen;
+  open.request_id = open_.request_id;
+  open.loras = open_.loras;
+  open.patch_mode = open_.patch_mode;
+  open.created = created_;
+  {
+    MutexLock lock(&mu_);
+    queue_.push_back(std::move(open));
+  }
+  Pump();
+}
+
+void SessionScope::Denoise(std::string request_id, std::string job_id, v1::GenerateParams params) {
+  Request request;
+  request.kind = Request::Kind::kDenoise;
+  request.request_id = std::move(request_id);
+  request.params = std::move(params);
+  request.created = absl::Now();
+  absl::Status refused = core_->CheckAccepting();
+  int position = 0;
+  {
+    MutexLock lock(&mu_);
+    if (ending_ || ended_) return;
+    last_active_ = absl::Now();
+    if (job_id.empty()) job_id = absl::StrCat("job-", next_job_++);
+    request.job_id = job_id;
+    auto same_id = [&](const Request& r) { return r.job_id == job_id; };
+    const auto queued = std::count_if(queue_.begin(), queue_.end(),
+                                      [](const Request& r) { return r.kind == Request::Kind::kDenoise; });
+    if (!refused.ok()) {
+    } else if (job_id.size() > 128) {
+      refused = FieldError("job_id", "at most 128 bytes");
+    } else if (std::any_of(queue_.begin(), queue_.end(), same_id) || (job_ != nullptr && same_id(current_))) {
+      refused = FieldError("job_id", absl::StrCat("job '", job_id, "' is already queued or running"));
+    } else if (queued >= core_->config.max_queued_jobs_per_session) {
+      refused = MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+                          absl::StrCat("this session has ", queued, " jobs waiting, which is the limit; wait for one"),
+                          {{"limit", absl::StrCat(core_->config.max_queued_jobs_per_session)}, {"retry_ms", "1000"}});
+    } else if (core_->queued_jobs.fetch_add(1) >= core_->config.max_queued_jobs) {
+      --core_->queued_jobs;
+      refused = MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+                          absl::StrCat("the server has ", core_->config.max_queued_jobs,
+                                       " jobs, which is the limit; try again later"),
+                          {{"limit", absl::StrCat(core_->config.max_queued_jobs)}, {"retry_ms", "2000"}});
+    } else {
+      position = static_cast<int>(core_->queued_jobs.load()) - 1;
+      queue_.push_back(std::move(request));
+    }
+  }
+  if (!refused.ok()) {
+    client_->OnError(request.request_id, job_id, refused);
+    return;
+  }
+  v1::JobEvent event;
+  event.mutable_queued()->set_position(position);
+  client_->OnJobEvent(request.request_id, job_id, std::move(event));
+  Pump();
+}
+
+void SessionScope::SetLoras(std::string request_id, std::vector<v1::LoraRef> loras, v1::PatchMode mode) {
+  // Jobs are bounded, and a set is followed by a job: well-behaved clients never come near this.
+  const auto limit = static_cast<size_t>(core_->config.max_queued_jobs_per_session) * 2;
+  bool full = false;
+  {
+    MutexLock lock(&mu_);
+    if (ending_ || ended_) return;
+    last_active_ = absl::Now();
+    full = queue_.size() >= limit;
+    if (!full) {
+      Request request;
+      request.kind = Request::Kind::kSetLoras;
+      request.request_id = request_id;
+      request.loras = std::move(loras);
+      request.patch_mode = mode;
+      request.created = absl::Now();
+      queue_.push_back(std::move(request));
+    }
+  }
+  if (full) {
+    client_->OnError(request_id, "",
+                     MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+                               "this session has too many requests waiting",
+                               {{"limit", absl::StrCat(limit)}, {"retry_ms", "1000"}}));
+    return;
+  }
+  Pump();
+}
+
+absl::Status SessionScope::CancelJob(const std::string& job_id) {
+  std::string request_id;
+  {
+    MutexLock lock(&mu_);
+    last_active_ = absl::Now();
+    if (job_ != nullptr && current_.job_id == job_id) {
+      job_->Cancel(Cancelled());
+      return absl::OkStatus();
+    }
+    auto it = std::find_if(queue_.begin(), queue_.end(), [&](const Request& r) {
+      return r.kind == Request::Kind::kDenoise && r.job_id == job_id;
+    });
+    if (job_id.empty() || it == queue_.end()) return JobNotFound(job_id);
+    request_id = it->request_id;
+    queue_.erase(it);
+    --core_->queued_jobs;
+  }
+  client_->OnJobCancelled(request_id, job_id);
+  return absl::OkStatus();
+}
+
+void SessionScope::RequestEnd(EndReason reason, absl::Status status) {
+  std::deque<Request> dropped;
+  {
+    MutexLock lock(&mu_);
+    if (ending_ || ended_) return;
+    ending_ = true;
+    end_reason_ = reason;
+    end_status_ = std::move(status);
+    dropped.swap(queue_);
+    if (job_ != nullptr) job_->Cancel(Cancelled());
+  }
+  stop_.request_stop();
+  for (const Request& request : dropped) {
+    if (request.kind != Request::Kind::kDenoise) continue;
+    --core_->queued_jobs;
+    client_->OnJobCancelled(request.request_id, request.job_id);
+  }
+  Pump();
+}
+
+void SessionScope::EndWhenDone() {
+  {
+    MutexLock lock(&mu_);
+    end_when_done_ = true;
+  }
+  Pump();
+}
+
+void SessionScope::Pump() {
+  MutexLock lock(&mu_);
+  if (busy_ || ended_) return;
+  if (!ending_ && queue_.empty() && end_when_done_) {
+    ending_ = true;
+    end_reason_ = EndReason::kHalfClosed;
+  }
+  if (ending_) {
+    ended_ = true;
+    busy_ = true;
+    core_->workers->Submit([self = shared_from_this()] { self->End(); });
+    return;
+  }
+  if (queue_.empty()) return;
+  current_ = std::move(queue_.front());
+  queue_.pop_front();
+  busy_ = true;
+  core_->workers->Submit([self = shared_from_this(), request = current_] {
+    switch (request.kind) {
+      case Request::Kind::kOpen: self->RunOpen(request); break;
+      case Request::Kind::kSetLoras: self->RunSetLoras(request); break;
+      case Request::Kind::kDenoise: self->RunDenoise(request); break;
+    }
+  });
+}
+
+void SessionScope::RequestDone() {
+  {
+    MutexLock lock(&mu_);
+    busy_ = false;
+    job_ = nullptr;
+    last_active_ = absl::Now();
+  }
+  Pump();
+}
+
+absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<v1::LoraRef>& refs,
+                                                              const OpenModel& model) {
+  if (refs.size() > kMaxLoras) return FieldError("loras", absl::StrCat("at most ", kMaxLoras, " at once"));
+  std::vector<HeldLora> held;
+  std::vector<LockRequest> requests;
+  std::set<std::string> names;
+  for (const v1::LoraRef& ref : refs) {
+    const double weight = ref.has_weight() ? ref.weight() : 1.0;
+    if (!std::isfinite(weight)) return FieldError("loras.weight", absl::StrCat("of ", ref.name(), " is not finite"));
+    if (std::abs(weight) > 1000) return FieldError("loras.weight", absl::StrCat("of ", ref.name(), " is beyond ±1000"));
+    if (!names.insert(ref.name()).second) {
+      return FieldError("loras.name", absl::StrCat("'", ref.name(), "' is given twice; add the weights"));
+    }
+    ASSIGN_OR_RETURN(LoraFile file, core_->catalog->Lora(ref.name()));
+    ASSIGN_OR_RETURN(LockRequest request, file.Request());
+    requests.push_back(std::move(request));
+    held.push_back({ref.name(), weight, {}, {}});
+  }
+  ASSIGN_OR_RETURN(std::vector<LockHandle> handles,
+                   core_->cache->LockAll(requests, {.owner = id_,
+                                                    .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                                                    .stop = stop_.get_token()}));
+  for (size_t i = 0; i < held.size(); ++i) {
+    held[i].handle = std::move(handles[i]);
+    ASSIGN_OR_RETURN(held[i].report, LayerPatcher::Match(held[i].handle.As<ModelPatch>(), held[i].name,
+                                                         held[i].weight, model.patch_targets));
+    if (held[i].report.unmatched_count > 0) {
+      spdlog::warn("lora {} session={}: {} of {} layers match nothing", held[i].name, id_,
+                   held[i].report.unmatched_count, held[i].report.layers_in_file);
+    }
+  }
+  return held;
+}
+
+void SessionScope::RunOpen(const Request& request) {
+  absl::Status status = GuardTensorCode("open", [&]() -> absl::Status {
+    ASSIGN_OR_RETURN(patch_mode_, ModeFromProto(request.patch_mode, core_->config));
+    std::string name = open_.model.empty() ? core_->config.default_model : open_.model;
+    if (name.empty()) return FieldError("model", "no model was named, and this server has no default");
+    ASSIGN_OR_RETURN(model_, core_->catalog->Model(name));
+    ASSIGN_OR_RETURN(loras_, LockLoras(request.loras, *model_));
+    return absl::OkStatus();
+  });
+  if (status.ok()) {
+    {
+      MutexLock lock(&mu_);
+      opened_ = true;
+      lora_refs_ = request.loras;
+    }
+    spdlog::info("session open session={} model={} loras={}", id_, model_->name, loras_.size());
+    client_->OnOpened(request.request_id, *model_, Reports(loras_));
+  } else {
+    RequestEnd(EndReason::kFailed, status);
+  }
+  RequestDone();
+}
+
+void SessionScope::RunSetLoras(const Request& request) {
+  std::vector<HeldLora> fresh;
+  PatchMode mode = patch_mode_;
+  absl::Status status = GuardTensorCode("set_loras", [&]() -> absl::Status {
+    if (request.patch_mode != v1::PATCH_MODE_UNSPECIFIED) {
+      ASSIGN_OR_RETURN(mode, ModeFromProto(request.patch_mode, core_->config));
+    }
+    ASSIGN_OR_RETURN(fresh, LockLoras(request.loras, *model_));
+    return absl::OkStatus();
+  });
+  if (status.ok()) {
+    loras_.swap(fresh);
+    fresh.clear();  // the old set goes before the client hears of the new one
+    patch_mode_ = mode;
+    {
+      MutexLock lock(&mu_);
+      lora_refs_ = request.loras;
+    }
+    client_->OnLorasSet(request.request_id, Reports(loras_));
+  } else if (!stop_.stop_requested()) {
+    client_->OnError(request.request_id, "", status);
+  }
+  RequestDone();
+}
+
+void SessionScope::RunDenoise(const Request& request) {
+  JobSetup setup;
+  setup.job_id = request.job_id;
+  setup.owner = id_;
+  setup.model = model_;
+  setup.request = request.params;
+  setup.loras = &loras_;
+  setup.patch_mode = patch_mode_;
+  setup.priority = open_.priority;
+  setup.created = request.created;
+  setup.on_event = [self = shared_from_this(), request_id = request.request_id,
+                    job_id = request.job_id](v1::JobEvent event) {
+    self->client_->OnJobEvent(request_id, job_id, std::move(event));
+  };
+  setup.on_end = [self = shared_from_this(), request_id = request.request_id,
+                  job_id = request.job_id](absl::Status status) {
+    --self->core_->queued_jobs;
+    if (absl::IsCancelled(status)) {
+      self->client_->OnJobCancelled(request_id, job_id);
+    } else if (!status.ok()) {
+      self->client_->OnJobFailed(request_id, job_id, status);
+    }
+    self->RequestDone();
+  };
+  auto job = std::make_shared<Job>(core_, std::move(setup));
+  {
+    MutexLock lock(&mu_);
+    job_ = job;
+    if (ending_) job->Cancel(Cancelled());
+  }
+  job->Start();
+}
+
+void SessionScope::End() {
+  loras_.clear();
+  EndReason reason;
+  absl::Status status;
+  {
+    MutexLock lock(&mu_);
+    reason = end_reason_;
+    status = end_status_;
+  }
+  spdlog::info("session end session={} reason={}", id_,
+               status.ok() ? "ok" : (ErrorReason(status).empty() ? "error" : ErrorReason(status)));
+  core_->sessions->Remove(id_);
+  client_->OnEnded(reason, status);
+}
+
+void SessionScope::Tick(absl::Time now) {
+  EndReason reason = EndReason::kFailed;
+  absl::Status end;
+  std::vector<Request> late;
+  {
+    MutexLock lock(&mu_);
+    if (ending_ || ended_) return;
+    const absl::Time started_before = now - core_->config.job_timeout;
+    auto too_late = MakeError(absl::StatusCode::kDeadlineExceeded, "JOB_TIMEOUT",
+                              absl::StrCat("the job was not done within ", absl::FormatDuration(core_->config.job_timeout)));
+    if (job_ != nullptr && current_.created < started_before) job_->Cancel(too_late);
+    for (auto it = queue_.begin(); it != queue_.end();) {
+      if (it->kind == Request::Kind::kDenoise && it->created < started_before) {
+        late.push_back(std::move(*it));
+        it = queue_.erase(it);
+        --core_->queued_jobs;
+      } else {
+        ++it;
+      }
+    }
+    if (client_->Stalled(kStallLimit)) {
+      end = MakeError(absl::StatusCode::kDeadlineExceeded, "CLIENT_STALLED",
+                      absl::StrCat("the client read nothing for ", absl::FormatDuration(kStallLimit)));
+    } else if (now - created_ > core_->config.session_max_age) {
+      end = MakeError(absl::StatusCode::kDeadlineExceeded, "SESSION_TOO_OLD",
+                      absl::StrCat("sessions end after ", absl::FormatDuration(core_->config.session_max_age)));
+    } else if (!busy_ && queue_.empty() && now - last_active_ > open_.idle_timeout) {
+      end = MakeError(absl::StatusCode::kDeadlineExceeded, "SESSION_IDLE",
+                      absl::StrCat("no request for ", absl::FormatDuration(open_.idle_timeout)));
+    }
+  }
+  for (const Request& request : late) {
+    client_->OnJobFailed(request.request_id, request.job_id,
+                         MakeError(absl::StatusCode::kDeadlineExceeded, "JOB_TIMEOUT", "the job waited too long"));
+  }
+  if (!end.ok()) RequestEnd(reason, end);
+}
+
+bool SessionScope::idle() const {
+  MutexLock lock(&mu_);
+  return !busy_ && queue_.empty();
+}
+
+v1::SessionInfo SessionScope::Info() const {
+  const absl::Time now = absl::Now();
+  MutexLock lock(&mu_);
+  v1::SessionInfo info;
+  info.set_session(id_);
+  info.set_peer(peer_);
+  info.set_model(open_.model.empty() ? core_->config.default_model : open_.model);
+  for (const v1::LoraRef& ref : lora_refs_) *info.add_loras() = ref;
+  info.set_priority(open_.priority);
+  *info.mutable_age() = ToProto(now - created_);
+  auto add_job = [&](const Request& request, const Job* job) {
+    v1::JobInfo& out = *info.add_jobs();
+    out.set_job_id(request.job_id);
+    out.set_phase(job == nullptr ? v1::JobInfo::PHASE_QUEUED : job->phase());
+    if (job != nullptr) {
+      out.set_step(job->step());
+      out.set_steps(job->steps());
+    }
+    *out.mutable_age() = ToProto(now - request.created);
+  };
+  if (job_ != nullptr) add_job(current_, job_.get());
+  for (const Request& request : queue_) {
+    if (request.kind == Request::Kind::kDenoise) add_job(request, nullptr);
+  }
+  info.set_state(ending_ || ended_ ? v1::SessionInfo::STATE_CLOSING
+                 : !opened_        ? v1::SessionInfo::STATE_OPENING
+                 : busy_           ? v1::SessionInfo::STATE_BUSY
+                                   : v1::SessionInfo::STATE_IDLE);
+  return info;
+}
+
+// ------------------------------------------------------------------------------------------------ registry
+
+SessionRegistry::SessionRegistry(ServerCore* core) : core_(core), watcher_([this] { Watch(); }) {}
+
+SessionRegistry::~SessionRegistry() {
+  {
+    MutexLock lock(&mu_);
+    stopping_ = true;
+    changed_.SignalAll();
+  }
+  watcher_.join();
+}
+
+absl::StatusOr<std::shared_ptr<SessionScope>> SessionRegistry::Open(std::shared_ptr<SessionClient> client,
+                                                                    std::string peer, OpenRequest request) {
+  RETURN_IF_ERROR(core_->CheckAccepting());
+  const absl::Duration limit = core_->config.session_idle_timeout;
+  if (request.idle_timeout <= absl::ZeroDuration() || request.idle_timeout > limit) request.idle_timeout = limit;
+  auto scope = std::make_shared<SessionScope>(core_, std::move(client), std::move(peer), std::move(request));
+  {
+    MutexLock lock(&mu_);
+    if (static_cast<int64_t>(sessions_.size()) >= core_->config.max_sessions) {
+      return MakeError(absl::StatusCode::kResourceExhausted, "TOO_MANY_SESSIONS",
+                       absl::StrCat("the server has ", sessions_.size(), " sessions, which is the limit; try again later"),
+                       {{"limit", absl::StrCat(core_->config.max_sessions)}, {"retry_ms", "2000"}});
+    }
+    sessions_[scope->id()] = {next_++, scope};
+  }
+  return scope;
+}
+
+absl::Status SessionRegistry::CancelJob(const std::string& session, const std::string& job_id) {
+  std::shared_ptr<SessionScope> scope;
+  {
+    MutexLock lock(&mu_);
+    auto it = sessions_.find(session);
+    if (it != sessions_.end()) scope = it->second.second;
+  }
+  if (scope == nullptr) {
+    return MakeError(absl::StatusCode::kNotFound, "SESSION_NOT_FOUND",
+                     absl::StrCat("no session '", session.substr(0, 64), "' is open"),
+                     {{"resource_type", "session"}, {"resource_name", session.substr(0, 64)}, {"field", "session"}});
+  }
+  return scope->CancelJob(job_id);
+}
+
+std::vector<std::shared_ptr<SessionScope>> SessionRegistry::All() const {
+  MutexLock lock(&mu_);
+  std::map<uint64_t, std::shared_ptr<SessionScope>> by_age;
+  for (const auto& [id, entry] : sessions_) by_age[entry.first] = entry.second;
+  std::vector<std::shared_ptr<SessionScope>> out;
+  for (auto& [age, scope] : by_age) out.push_back(scope);
+  return out;
+}
+
+std::vector<v1::SessionInfo> SessionRegistry::List() const {
+  std::vector<v1::SessionInfo> out;
+  for (const auto& scope : All()) out.push_back(scope->Info());
+  return out;
+}
+
+void SessionRegistry::Remove(const std::string& id) {
+  std::shared_ptr<SessionScope> scope;
+  MutexLock lock(&mu_);
+  auto it = sessions_.find(id);
+  if (it == sessions_.end()) return;
+  scope = it->second.second;
+  sessions_.erase(it);
+  changed_.SignalAll();
+}
+
+void SessionRegistry::Drain(absl::Time deadline) {
+  const absl::Status draining =
+      MakeError(absl::StatusCode::kUnavailable, "SERVER_DRAINING", "the server is going down; connect again later",
+                {{"retry_ms", "5000"}});
+  auto count = [&] {
+    MutexLock lock(&mu_);
+    return sessions_.size();
+  };
+  while (count() > 0) {
+    const bool late = absl::Now() >= deadline;
+    for (const auto& scope : All()) {
+      if (late || scope->idle()) scope->RequestEnd(EndReason::kFailed, draining);
+    }
+    MutexLock lock(&mu_);
+    if (!sessions_.empty()) changed_.WaitWithTimeout(&mu_, absl::Milliseconds(50));
+  }
+}
+
+void SessionRegistry::Watch() {
+  MutexLock lock(&mu_);
+  while (!stopping_) {
+    changed_.WaitWithTimeout(&mu_, absl::Milliseconds(250));
+    if (stopping_) return;
+    mu_.Unlock();
+    const absl::Time now = absl::Now();
+    for (const auto& scope : All()) scope->Tick(now);
+    mu_.Lock();
+  }
+}
+
+}  // namespace latentd

@@ -1,0 +1,127 @@
+#include "tests/goldens/golden.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <limits>
+
+#include "ATen/ATen.h"
+
+namespace latentd {
+namespace {
+
+[[noreturn]] void Die(const std::string& what) {
+  std::fprintf(stderr, "%s\n", what.c_str());
+  std::exit(2);
+}
+
+template <typename T>
+T OrDie(absl::StatusOr<T> value, const std::string& what) {
+  if (!value.ok()) Die(what + ": " + value.status().ToString());
+  return *std::move(value);
+}
+
+std::string CasePath(const std::string& name) { return GoldenPath("cases/" + name + ".safetensors"); }
+
+}  // namespace
+
+std::string GoldenPath(const std::string& below) {
+  const char* folder = std::getenv("LATENTD_GOLDENS");
+  if (folder == nullptr) Die("LATENTD_GOLDENS does not name the folder of the goldens");
+  return std::string(folder) + "/" + below;
+}
+
+bool Golden::Exists(const std::string& name) { return std::filesystem::exists(CasePath(name)); }
+
+Golden::Golden(const std::string& name) : name_(name), files_(OrDie(WeightFiles::Open(CasePath(name)), name)) {}
+
+at::Tensor Golden::operator[](const std::string& name) const {
+  if (!Has(name)) Die(name_ + " has no tensor " + name);
+  return OrDie(files_->Read(name), name);
+}
+
+std::string Golden::Text(const std::string& name) const {
+  const at::Tensor bytes = (*this)[name].contiguous();
+  return std::string(static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel()));
+}
+
+std::vector<int64_t> Golden::Ints(const std::string& name) const {
+  const at::Tensor ids = (*this)[name].to(at::kLong).contiguous();
+  const int64_t* data = ids.const_data_ptr<int64_t>();
+  return {data, data + ids.numel()};
+}
+
+std::string Golden::Setting(const std::string& key) const {
+  auto it = files_->metadata().find(key);
+  if (it == files_->metadata().end()) Die(name_ + " has no setting " + key);
+  return it->second;
+}
+
+double RelativeError(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes()) return std::numeric_limits<double>::infinity();
+  const at::Tensor difference = (a.to(at::kDouble) - b.to(at::kDouble)).abs().max();
+  const double error = difference.item<double>() / b.to(at::kDouble).abs().max().item<double>();
+  return error >= 0 ? error : std::numeric_limits<double>::infinity();
+}
+
+double Report(const std::string& what, double error) {
+  std::printf("  %-44s %.1e\n", what.c_str(), error);
+  return error;
+}
+
+std::shared_ptr<const WeightSet> Load(const std::string& path, std::shared_ptr<const ComponentLayout> layout,
+                                      const KeyMap* key_map, const std::string& prefix) {
+  Component component;
+  component.name = path;
+  component.layout = std::move(layout);
+  component.files = OrDie(WeightFiles::Open(path), path);
+  component.key_map = key_map;
+  component.prefix = prefix;
+  return Load(component);
+}
+
+std::shared_ptr<const WeightSet> Load(const Component& component) {
+  const LoadContext context([] { return false; }, [](int64_t, int64_t) {});
+  return OrDie(LoadWeights(component.files, component.layout, component.key_map, component.prefix, context),
+               component.name);
+}
+
+std::unique_ptr<Pipeline> OpenModel(const ModelFiles& files) {
+  for (const Family* family : AllFamilies()) {
+    if (family->Detect(files)) return OrDie(family->Open(files), files.name);
+  }
+  Die("no family knows " + files.name);
+}
+
+RunResult Generate(const Pipeline& pipeline, GenerateParams params) {
+  auto check = [](const absl::Status& status) {
+    if (!status.ok()) Die(status.ToString());
+  };
+  std::map<std::string, std::shared_ptr<const WeightSet>> weights;
+  for (const Component& component : pipeline.components()) weights[component.name] = Load(component);
+  auto view = [&](const std::string& name) { return WeightView(*weights.at(name), nullptr); };
+
+  RunResult result;
+  check(pipeline.Validate(params));
+  for (const std::string& name : pipeline.EncoderComponents(params)) {
+    check(pipeline.Encode(name, view(name), params, result.conditioning));
+  }
+  at::Tensor init;
+  if (params.init_image.defined()) {
+    init = OrDie(pipeline.EncodeImage(view(pipeline.image_encoder_component()), params), "EncodeImage");
+  }
+  auto denoiser = OrDie(pipeline.Begin(params, result.conditioning, init), "Begin");
+  const WeightView denoiser_view = view(pipeline.denoiser_component());
+  while (!denoiser->done()) {
+    OrDie(denoiser->Step(denoiser_view), "Step");
+    result.latents.push_back(denoiser->latents());
+  }
+  const WeightView decoder_view = view(pipeline.decoder_component());
+  for (size_t i = 0; i < params.seeds.size(); ++i) {
+    result.pixels.push_back(
+        OrDie(pipeline.Decode(decoder_view, result.latents.back().narrow(0, static_cast<int64_t>(i), 1)), "Decode"));
+  }
+  return result;
+}
+
+}  // namespace latentd
