@@ -1,12 +1,18 @@
-# latentd_test(NAME SRCS... DEPS...): one GoogleTest binary, registered with ctest.
+# latentd_test(NAME SRCS... DEPS... [LABELS...]): one GoogleTest binary, registered with ctest. With the label
+# `core` it is also built and run under the sanitizers (target core_tests of the asan and tsan presets).
 # Tests that compute run on one thread and do not spin while they wait.
+add_custom_target(core_tests)
+
 function(latentd_test NAME)
   cmake_parse_arguments(T "" "" "SRCS;DEPS;LABELS" ${ARGN})
   add_executable(${NAME} ${T_SRCS})
   target_link_libraries(${NAME} PRIVATE ${T_DEPS} GTest::gmock GTest::gtest_main)
   set_target_properties(${NAME} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+  if("core" IN_LIST T_LABELS)
+    add_dependencies(core_tests ${NAME})
+  endif()
   add_test(NAME ${NAME} COMMAND ${NAME} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
   set_tests_properties(${NAME} PROPERTIES
     LABELS "unit;${T_LABELS}" TIMEOUT 600
-    ENVIRONMENT "OMP_NUM_THREADS=1;OMP_WAIT_POLICY=PASSIVE")
+    ENVIRONMENT "OMP_NUM_THREADS=1;OMP_WAIT_POLICY=PASSIVE;TSAN_OPTIONS=suppressions=${CMAKE_SOURCE_DIR}/tests/tsan.supp")
 endfunction()

@@ -39,13 +39,15 @@ constexpr int64_t kRequestOverhead = kMiB;
 const std::vector<ConfigKey>& Table() {
   static const auto& table = *new std::vector<ConfigKey>{
       {"listen", &Config::listen,
-       "Addresses to listen on, unix:PATH or HOST:PORT. Sockets that systemd passes are used in their place."},
+       "Addresses to listen on, unix:PATH or HOST:PORT. Sockets that systemd passes are used in their "
+       "place."},
       {"allow_insecure_bind", &Config::allow_insecure_bind,
-       "Allow TCP addresses that other machines can reach. There is no encryption and no login: put a proxy in "
+       "Allow TCP addresses that other machines can reach. There is no encryption and no login: put a proxy "
+       "in "
        "front."},
       {"max_connections", &Config::max_connections,
-       "Open connections; more are closed at once. Less where the limit of open files asks for it.", Unit::kNone,
-       1, kMany},
+       "Open connections; more are closed at once. Less where the limit of open files asks for it.",
+       Unit::kNone, 1, kMany},
       {"reflection", &Config::reflection, "Answer gRPC reflection, which grpcurl needs."},
       {"health", &Config::health, "Answer grpc.health.v1."},
       {"devices", &Config::devices,
@@ -55,30 +57,52 @@ const std::vector<ConfigKey>& Table() {
       {"loader_threads", &Config::loader_threads, "Threads that read weight files.", Unit::kNone, 1, 64},
       {"model_roots", &Config::model_roots, "Folders that hold models."},
       {"lora_roots", &Config::lora_roots, "Folders that hold LoRA files."},
-      {"default_model", &Config::default_model, "Model of a request that names none; empty: such a request fails."},
-      {"patch_mode", &Config::patch_mode, "How LoRAs are applied where a request does not say.", Unit::kNone, 0, 0,
-       false, {"auto", "direct", "sidecar"}},
+      {"default_model", &Config::default_model,
+       "Model of a request that names none; empty: such a request fails."},
+      {"patch_mode",
+       &Config::patch_mode,
+       "How LoRAs are applied where a request does not say.",
+       Unit::kNone,
+       0,
+       0,
+       false,
+       {"auto", "direct", "sidecar"}},
       {"ram_cap", &Config::ram_cap,
-       "Host memory for weights and work; auto: half of the RAM less 2 GiB, at least 4 GiB.", Unit::kBytes, kMiB,
-       kAnySize, true},
-      {"memory_wait_timeout", &Config::memory_wait_timeout, "How long a job waits for others to free memory."},
-      {"session_idle_timeout", &Config::session_idle_timeout, "A session without a request for this long is closed."},
+       "Host memory for weights and work; auto: half of the RAM less 2 GiB, at least 4 GiB.", Unit::kBytes,
+       kMiB, kAnySize, true},
+      {"memory_wait_timeout", &Config::memory_wait_timeout,
+       "How long a job waits for others to free memory."},
+      {"session_idle_timeout", &Config::session_idle_timeout,
+       "A session without a request for this long is closed."},
       {"session_max_age", &Config::session_max_age, "A session is closed at this age."},
       {"max_sessions", &Config::max_sessions, "Open sessions.", Unit::kNone, 1, kMany},
       {"max_queued_jobs_per_session", &Config::max_queued_jobs_per_session, "Jobs that wait in one session.",
        Unit::kNone, 1, kMany},
       {"max_queued_jobs", &Config::max_queued_jobs, "Jobs that wait in all sessions.", Unit::kNone, 1, kMany},
-      {"job_timeout", &Config::job_timeout, "A job fails when it is not done after this time, queue included."},
+      {"job_timeout", &Config::job_timeout,
+       "A job fails when it is not done after this time, queue included."},
       {"max_message_bytes", &Config::max_message_bytes, "Size of a request message.", Unit::kBytes, 64 * 1024,
        1024 * kMiB},
-      {"max_image_bytes", &Config::max_image_bytes, "Size of an init image as it is sent.", Unit::kBytes, 1024,
-       1024 * kMiB},
-      {"max_pixels", &Config::max_pixels, "Width × height of a picture, generated or sent.", Unit::kNone, 64 * 64,
-       int64_t{1} << 28},
+      {"max_image_bytes", &Config::max_image_bytes, "Size of an init image as it is sent.", Unit::kBytes,
+       1024, 1024 * kMiB},
+      {"max_pixels", &Config::max_pixels, "Width × height of a picture, generated or sent.", Unit::kNone,
+       64 * 64, int64_t{1} << 28},
       {"preview_max_px", &Config::preview_max_px, "Longer side of a preview.", Unit::kNone, 8, 2048},
-      {"log_level", &Config::log_level, "Least level that is logged.", Unit::kNone, 0, 0, false,
+      {"log_level",
+       &Config::log_level,
+       "Least level that is logged.",
+       Unit::kNone,
+       0,
+       0,
+       false,
        {"trace", "debug", "info", "warning", "error"}},
-      {"log_format", &Config::log_format, "Lines for people or JSON objects.", Unit::kNone, 0, 0, false,
+      {"log_format",
+       &Config::log_format,
+       "Lines for people or JSON objects.",
+       Unit::kNone,
+       0,
+       0,
+       false,
        {"text", "json"}},
       {"log_prompts", &Config::log_prompts, "Let prompts into the log."},
       {"drain_timeout", &Config::drain_timeout, "How long running jobs may go on after a SIGTERM."},
@@ -178,7 +202,8 @@ struct SetFromText {
   }
   std::string operator()(std::string& value) const {
     const std::string& text = texts.back();
-    if (!key.choices.empty() && std::find(key.choices.begin(), key.choices.end(), text) == key.choices.end()) {
+    if (!key.choices.empty() &&
+        std::find(key.choices.begin(), key.choices.end(), text) == key.choices.end()) {
       return absl::StrCat("is one of ", absl::StrJoin(key.choices, ", "));
     }
     value = text;
@@ -191,8 +216,11 @@ struct SetFromText {
 };
 
 absl::Status Set(const ConfigKey& key, const Texts& texts, Config& config) {
-  const std::string wanted =
-      std::visit([&](auto field) { return SetFromText{key, texts}(config.*field); }, key.field);
+  const std::string wanted = std::visit(
+      [&](auto field) {
+        return SetFromText{key, texts}(config.*field);
+      },
+      key.field);
   if (wanted.empty()) return absl::OkStatus();
   return Invalid(key.name, absl::StrCat(wanted, ", not '", texts.back(), "'"));
 }
@@ -261,9 +289,11 @@ std::string Quoted(absl::string_view text) {
 std::string TomlValue(const ConfigKey& key, const Config& config) {
   if (Holds<bool>(key)) return Text(key, config);
   if (auto list = std::get_if<Texts Config::*>(&key.field)) {
-    return absl::StrCat("[", absl::StrJoin(config.**list, ", ",
-                                           [](std::string* out, const std::string& text) { *out += Quoted(text); }),
-                        "]");
+    return absl::StrCat(
+        "[",
+        absl::StrJoin(config.**list, ", ",
+                      [](std::string* out, const std::string& text) { *out += Quoted(text); }),
+        "]");
   }
   std::string text = Text(key, config);
   int64_t number;
@@ -279,11 +309,13 @@ absl::Status CheckListen(const Config& config) {
   for (const std::string& text : config.listen) {
     auto address = ParseAddress(text);
     if (!address.ok()) return Invalid("listen", address.status().message());
-    if (!seen.insert(address->ToString()).second) return Invalid("listen", absl::StrCat("'", text, "' stands twice"));
+    if (!seen.insert(address->ToString()).second)
+      return Invalid("listen", absl::StrCat("'", text, "' stands twice"));
     if (!address->is_local() && !config.allow_insecure_bind) {
-      return Invalid("listen", absl::StrCat("'", text,
-                                            "' can be reached from other machines, without encryption or login; "
-                                            "listen on loopback or set allow_insecure_bind"));
+      return Invalid("listen",
+                     absl::StrCat("'", text,
+                                  "' can be reached from other machines, without encryption or login; "
+                                  "listen on loopback or set allow_insecure_bind"));
     }
   }
   return absl::OkStatus();
@@ -339,19 +371,22 @@ absl::Status ApplyToml(absl::string_view text, const std::string& file, Config& 
   const toml::parse_result parsed = toml::parse(std::string_view(text.data(), text.size()), file);
   if (!parsed) {
     const toml::parse_error& error = parsed.error();
-    return At(file, error.source(),
-              MakeError(absl::StatusCode::kInvalidArgument, "INVALID_CONFIG", std::string(error.description())));
+    return At(
+        file, error.source(),
+        MakeError(absl::StatusCode::kInvalidArgument, "INVALID_CONFIG", std::string(error.description())));
   }
   Config changed = config;
   for (const auto& [toml_name, node] : parsed.table()) {
     const std::string name(toml_name.str());
     const ConfigKey* key = FindKey(name);
     if (key == nullptr) {
-      return At(file, toml_name.source(), Invalid(name, "no such key; --help lists the flags, one for each key"));
+      return At(file, toml_name.source(),
+                Invalid(name, "no such key; --help lists the flags, one for each key"));
     }
     const std::optional<Texts> texts = TomlTexts(*key, node);
     if (!texts) return At(file, node.source(), Invalid(name, absl::StrCat("wants ", TomlType(*key))));
-    if (absl::Status status = Set(*key, *texts, changed); !status.ok()) return At(file, node.source(), status);
+    if (absl::Status status = Set(*key, *texts, changed); !status.ok())
+      return At(file, node.source(), status);
   }
   config = std::move(changed);
   return absl::OkStatus();
@@ -363,9 +398,9 @@ absl::Status ValidateConfig(const Config& config) {
   RETURN_IF_ERROR(CheckFolders("model_roots", config.model_roots));
   RETURN_IF_ERROR(CheckFolders("lora_roots", config.lora_roots));
   if (config.max_image_bytes + kRequestOverhead > config.max_message_bytes) {
-    return Invalid("max_image_bytes", absl::StrCat("is at least ", BytesText(kRequestOverhead),
-                                                   " below max_message_bytes, which is ",
-                                                   BytesText(config.max_message_bytes)));
+    return Invalid("max_image_bytes",
+                   absl::StrCat("is at least ", BytesText(kRequestOverhead),
+                                " below max_message_bytes, which is ", BytesText(config.max_message_bytes)));
   }
   if (config.session_idle_timeout > config.session_max_age) {
     return Invalid("session_idle_timeout", "is not above session_max_age");
@@ -398,7 +433,8 @@ std::string ConfigReference() {
   return out;
 }
 
-DaemonCommand ParseDaemonCommandLine(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+DaemonCommand ParseDaemonCommandLine(int argc, const char* const* argv, std::ostream& out,
+                                     std::ostream& err) {
   CLI::App app{"latentd serves diffusion models over gRPC.", "latentd"};
   app.set_version_flag("--version", std::string(kVersion));
   std::string file;

@@ -64,16 +64,16 @@ struct Config {
 };
 
 struct ConfigKey {
-  using Field = std::variant<bool Config::*, int64_t Config::*, absl::Duration Config::*, std::string Config::*,
-                             std::vector<std::string> Config::*>;
+  using Field = std::variant<bool Config::*, int64_t Config::*, absl::Duration Config::*,
+                             std::string Config::*, std::vector<std::string> Config::*>;
   enum class Unit { kNone, kBytes };
 
   const char* name;  // as in TOML; the flag has '-' for '_'
   Field field;
   const char* help;
-  Unit unit = Unit::kNone;      // of an int64_t
-  int64_t min = 0, max = 0;     // of an int64_t, inclusive
-  bool has_auto = false;        // an int64_t that may be "auto", which is 0
+  Unit unit = Unit::kNone;                // of an int64_t
+  int64_t min = 0, max = 0;               // of an int64_t, inclusive
+  bool has_auto = false;                  // an int64_t that may be "auto", which is 0
   std::vector<std::string> choices = {};  // of a string; empty: any text
 };
 

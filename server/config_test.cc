@@ -64,7 +64,8 @@ default_model = "shapes"
 }
 
 TEST(ConfigToml, AnUnknownKeyIsAnErrorWithFileAndLine) {
-  EXPECT_THAT(TomlError("max_sessions = 1\n\nmax_sesions = 2\n"), StartsWith("f.toml:3: max_sesions: no such key"));
+  EXPECT_THAT(TomlError("max_sessions = 1\n\nmax_sesions = 2\n"),
+              StartsWith("f.toml:3: max_sesions: no such key"));
 }
 
 TEST(ConfigToml, AWrongTypeIsAnErrorWithWhatIsWanted) {
@@ -192,7 +193,8 @@ TEST(ConfigCommandLine, PrintConfigShowsTheFlagsEffect) {
 
 TEST(ConfigReference, HasARowForEveryKey) {
   const std::string table = ConfigReference();
-  for (const ConfigKey& key : ConfigKeys()) EXPECT_THAT(table, HasSubstr(std::string("| `") + key.name + "` |"));
+  for (const ConfigKey& key : ConfigKeys())
+    EXPECT_THAT(table, HasSubstr(std::string("| `") + key.name + "` |"));
 }
 
 TEST(AddressParsing, TakesUnixSocketsAndTcp) {

@@ -48,8 +48,8 @@ bool Answers(const sockaddr* target, socklen_t size) {
     pollfd wait = {.fd = fd, .events = POLLOUT, .revents = 0};
     int error = 1;
     socklen_t error_size = sizeof(error);
-    connected = poll(&wait, 1, kProbeMs) == 1 && getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &error_size) == 0 &&
-                error == 0;
+    connected = poll(&wait, 1, kProbeMs) == 1 &&
+                getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &error_size) == 0 && error == 0;
   }
   close(fd);
   return connected;
@@ -65,7 +65,8 @@ bool Answers(const Address& address) {
   addrinfo hints = {};
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* found = nullptr;
-  if (getaddrinfo(address.host.c_str(), absl::StrCat(address.port).c_str(), &hints, &found) != 0) return false;
+  if (getaddrinfo(address.host.c_str(), absl::StrCat(address.port).c_str(), &hints, &found) != 0)
+    return false;
   bool answers = false;
   for (const addrinfo* target = found; target != nullptr && !answers; target = target->ai_next) {
     answers = Answers(target->ai_addr, target->ai_addrlen);

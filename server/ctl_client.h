@@ -25,13 +25,13 @@ struct GlobalOptions {
 // INVALID_ADDRESS.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const GlobalOptions& options);
 
-// Turns SIGINT and SIGTERM into the cancellation of the call in progress; a second one ends the process. Once,
-// before the first thread starts.
+// Turns SIGINT and SIGTERM into the cancellation of the call in progress; a second one ends the process.
+// Once, before the first thread starts.
 void InstallInterruptHandler();
 bool Interrupted();
 
-// The context of one call, with the deadline, and cancelled by an interrupt. `limit` is the deadline where the
-// user gave none; without it there is none.
+// The context of one call, with the deadline, and cancelled by an interrupt. `limit` is the deadline where
+// the user gave none; without it there is none.
 class Call {
  public:
   Call(const GlobalOptions& options, std::optional<absl::Duration> limit);

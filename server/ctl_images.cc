@@ -25,7 +25,8 @@ absl::StatusOr<std::optional<ReceivedImage>> ImageReceiver::OnEvent(const v1::Jo
     RETURN_IF_ERROR(Finish());
     current_ = ReceivedImage{event.image_header(), ""};
     const int64_t size = current_->header.size();
-    if (size < 0 || size > kMaxImageBytes) return Damaged(*current_, absl::StrCat("a size of ", size, " bytes"));
+    if (size < 0 || size > kMaxImageBytes)
+      return Damaged(*current_, absl::StrCat("a size of ", size, " bytes"));
     current_->data.reserve(size);
     return CompleteIfWhole();
   }
@@ -56,15 +57,15 @@ absl::StatusOr<std::optional<ReceivedImage>> ImageReceiver::CompleteIfWhole() {
 
 absl::Status ImageReceiver::Finish() const {
   if (!current_) return absl::OkStatus();
-  return Damaged(*current_, absl::StrCat("ends after ", current_->data.size(), " of ", current_->header.size(),
-                                         " bytes"));
+  return Damaged(*current_, absl::StrCat("ends after ", current_->data.size(), " of ",
+                                         current_->header.size(), " bytes"));
 }
 
 std::vector<std::string> DrawHalfBlocks(const RgbImage& image, int columns, int rows) {
   // The longer side that makes both sides fit.
   const int longer = std::max(image.width, image.height);
-  const double scale = std::min({1.0, double(std::max(columns, 1)) / image.width,
-                                 2.0 * std::max(rows, 1) / image.height});
+  const double scale =
+      std::min({1.0, double(std::max(columns, 1)) / image.width, 2.0 * std::max(rows, 1) / image.height});
   const RgbImage small = ShrinkTo(image, std::max(1, static_cast<int>(longer * scale)));
   const auto pixel = [&](int x, int y) {
     const uint8_t* p = &small.pixels[(static_cast<size_t>(y) * small.width + x) * 3];

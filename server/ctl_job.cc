@@ -151,12 +151,14 @@ absl::Status JobOutput::OnEvent(const v1::JobEvent& event) {
   if (image) return OnImage(*image);
   switch (event.event_case()) {
     case v1::JobEvent::kQueued:
-      Progress(event.queued().position() > 0 ? absl::StrCat("queued, ", event.queued().position(), " before it")
-                                             : "queued");
+      Progress(event.queued().position() > 0
+                   ? absl::StrCat("queued, ", event.queued().position(), " before it")
+                   : "queued");
       break;
     case v1::JobEvent::kLoading: {
       const auto& loading = event.loading();
-      const double share = loading.bytes_total() > 0 ? double(loading.bytes_done()) / loading.bytes_total() : 0;
+      const double share =
+          loading.bytes_total() > 0 ? double(loading.bytes_done()) / loading.bytes_total() : 0;
       Progress(absl::StrCat(Bar(share), " loading ", Printable(loading.component()), ", ",
                             HumanBytes(loading.bytes_done()), " of ", HumanBytes(loading.bytes_total())));
       break;
@@ -166,8 +168,8 @@ absl::Status JobOutput::OnEvent(const v1::JobEvent& event) {
       break;
     case v1::JobEvent::kStep: {
       const auto& step = event.step();
-      Progress(absl::StrCat(Bar(double(step.index()) / std::max(step.count(), 1)), " step ", step.index(), "/",
-                            step.count(), ", ", HumanMs(step.ms())));
+      Progress(absl::StrCat(Bar(double(step.index()) / std::max(step.count(), 1)), " step ", step.index(),
+                            "/", step.count(), ", ", HumanMs(step.ms())));
       break;
     }
     case v1::JobEvent::kPreview:
@@ -206,13 +208,15 @@ void JobOutput::OnDone(const v1::JobEvent::Done& done) {
     if (lora.unmatched_count() == 0) continue;
     std::fprintf(stderr, "%sLoRA %s: %lld of %lld layers fit no component of the model, such as %s\n",
                  Prefix().c_str(), Printable(lora.name()).c_str(),
-                 static_cast<long long>(lora.unmatched_count()), static_cast<long long>(lora.layers_in_file()),
+                 static_cast<long long>(lora.unmatched_count()),
+                 static_cast<long long>(lora.layers_in_file()),
                  Printable(absl::StrJoin(lora.unmatched_samples(), ", ")).c_str());
   }
   const v1::Timings& t = done.timings();
-  std::fprintf(stderr, "%sdone in %s: queue %s, load %s, encode %s, denoise %s, decode %s\n", Prefix().c_str(),
-               HumanMs(t.total_ms()).c_str(), HumanMs(t.queue_ms()).c_str(), HumanMs(t.load_ms()).c_str(),
-               HumanMs(t.encode_ms()).c_str(), HumanMs(t.denoise_ms()).c_str(), HumanMs(t.decode_ms()).c_str());
+  std::fprintf(stderr, "%sdone in %s: queue %s, load %s, encode %s, denoise %s, decode %s\n",
+               Prefix().c_str(), HumanMs(t.total_ms()).c_str(), HumanMs(t.queue_ms()).c_str(),
+               HumanMs(t.load_ms()).c_str(), HumanMs(t.encode_ms()).c_str(), HumanMs(t.denoise_ms()).c_str(),
+               HumanMs(t.decode_ms()).c_str());
 }
 
 void JobOutput::Progress(const std::string& text) {
@@ -238,7 +242,8 @@ void JobOutput::Draw(const std::string& file, bool final) {
   if (drawn_lines_ > 0) std::fprintf(to, "\x1b[%zuA", drawn_lines_);
   const winsize size = TerminalSize();
   const std::vector<std::string> lines = DrawHalfBlocks(*image, size.ws_col, size.ws_row - 3);
-  for (const std::string& line : lines) std::fprintf(to, "%s%s\n", drawn_lines_ > 0 ? "\x1b[K" : "", line.c_str());
+  for (const std::string& line : lines)
+    std::fprintf(to, "%s%s\n", drawn_lines_ > 0 ? "\x1b[K" : "", line.c_str());
   if (lines.size() < drawn_lines_) std::fprintf(to, "\x1b[J");
   std::fflush(to);
   drawn_lines_ = final ? 0 : lines.size();

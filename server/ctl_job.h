@@ -50,11 +50,11 @@ absl::StatusOr<v1::GenerateParams> Params(const JobOptions& options);
 class JobOutput {
  public:
   struct Options {
-    std::string out;      // pattern for files, see ExpandOutput; "-": stdout; empty: no files
-    std::string job;      // fills {job} in, and stands before each line; may be empty
-    int count = 1;        // pictures that are expected
-    bool quiet = false;   // no text (--json)
-    bool show = false;    // draw pictures and previews
+    std::string out;     // pattern for files, see ExpandOutput; "-": stdout; empty: no files
+    std::string job;     // fills {job} in, and stands before each line; may be empty
+    int count = 1;       // pictures that are expected
+    bool quiet = false;  // no text (--json)
+    bool show = false;   // draw pictures and previews
   };
 
   explicit JobOutput(Options options) : options_(std::move(options)) {}

@@ -24,7 +24,6 @@
 #include "absl/synchronization/mutex.h"
 #include "cache/error.h"
 #include "latentd/v1/denoise.grpc.pb.h"
-#include "server/ctl_text.h"
 #include "server/grpc_errors.h"
 #include "server/listener.h"
 
@@ -131,7 +130,8 @@ class SessionRun {
     options.quiet = global_.json;
     options.show = job_.show;
     absl::MutexLock lock(&mu_);
-    jobs_[request.denoise().job_id()] = {request.request_id(), std::make_unique<JobOutput>(std::move(options))};
+    jobs_[request.denoise().job_id()] = {request.request_id(),
+                                         std::make_unique<JobOutput>(std::move(options))};
   }
 
   void Fail(const absl::Status& status) {
@@ -150,7 +150,8 @@ class SessionRun {
     switch (response.response_case()) {
       case v1::SessionResponse::kOpened:
         Say(absl::StrCat("session ", Printable(response.opened().session()), " with ",
-                         Printable(response.opened().model()), ", ", response.opened().loras_size(), " LoRAs"));
+                         Printable(response.opened().model()), ", ", response.opened().loras_size(),
+                         " LoRAs"));
         break;
       case v1::SessionResponse::kLorasSet:
         Say(absl::StrCat("LoRAs set: ", response.loras_set().loras_size()));
@@ -303,8 +304,8 @@ absl::Status SessionScript::SetParam(const std::string& name, const std::string&
   return absl::OkStatus();
 }
 
-absl::Status RunSession(const GlobalOptions& global, const JobOptions& job,
-                        std::optional<absl::Duration> idle_timeout) {
+absl::StatusOr<ExitCode> RunSession(const GlobalOptions& global, const JobOptions& job,
+                                    std::optional<absl::Duration> idle_timeout) {
   ASSIGN_OR_RETURN(v1::GenerateParams params, Params(job));
   ASSIGN_OR_RETURN(std::vector<v1::LoraRef> loras, Loras(job));
   v1::SessionRequest open;
@@ -326,8 +327,8 @@ absl::Status RunSession(const GlobalOptions& global, const JobOptions& job,
   SessionScript script(std::move(params), PatchModeOf(job));
   if (stream->Write(open)) run.Write(script);
   reader.join();
-  absl::Status status = call.Result(stream->Finish());
-  return status.ok() ? run.failure() : status;
+  RETURN_IF_ERROR(call.Result(stream->Finish()));
+  return ExitCodeOf(run.failure());
 }
 
 }  // namespace latentd::ctl

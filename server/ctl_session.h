@@ -10,6 +10,7 @@
 #include "latentd/v1/denoise.pb.h"
 #include "server/ctl_client.h"
 #include "server/ctl_job.h"
+#include "server/ctl_text.h"
 
 namespace latentd::ctl {
 
@@ -47,9 +48,10 @@ class SessionScript {
 };
 
 // Opens a session, sends what the lines of stdin say and shows what comes back. The end of stdin lets the
-// queued jobs finish. The status is that of the stream, or else of the last request that failed.
-absl::Status RunSession(const GlobalOptions& global, const JobOptions& job,
-                        std::optional<absl::Duration> idle_timeout);
+// queued jobs finish. Errors: what ended the stream. Requests that failed in between have been shown; the
+// exit code is that of the last of them.
+absl::StatusOr<ExitCode> RunSession(const GlobalOptions& global, const JobOptions& job,
+                                    std::optional<absl::Duration> idle_timeout);
 
 }  // namespace latentd::ctl
 

@@ -77,7 +77,8 @@ TEST(CtlText, JsonShowsFieldsThatAreZero) {
 }
 
 TEST(CtlText, AnErrorShowsReasonAndDetails) {
-  const auto error = MakeError(absl::StatusCode::kNotFound, "MODEL_NOT_FOUND", "no model", {{"model", "m\x1b"}});
+  const auto error =
+      MakeError(absl::StatusCode::kNotFound, "MODEL_NOT_FOUND", "no model", {{"model", "m\x1b"}});
   EXPECT_EQ(ErrorText(error, false), "latentctl: NOT_FOUND MODEL_NOT_FOUND: no model\n  model: m?\n");
   const auto json = nlohmann::json::parse(ErrorText(error, true));
   EXPECT_EQ(json["reason"], "MODEL_NOT_FOUND");
@@ -141,8 +142,8 @@ TEST(CtlImages, AFileThatDoesNotEndIsDamage) {
 
 TEST(CtlImages, TwoPixelsMakeOneCharacter) {
   const RgbImage image{1, 3, {1, 2, 3, 4, 5, 6, 7, 8, 9}};
-  EXPECT_THAT(DrawHalfBlocks(image, 80, 24), ElementsAre("\x1b[38;2;1;2;3m\x1b[48;2;4;5;6m▀\x1b[0m",
-                                                         "\x1b[38;2;7;8;9m▀\x1b[0m"));
+  EXPECT_THAT(DrawHalfBlocks(image, 80, 24),
+              ElementsAre("\x1b[38;2;1;2;3m\x1b[48;2;4;5;6m▀\x1b[0m", "\x1b[38;2;7;8;9m▀\x1b[0m"));
 }
 
 TEST(CtlImages, APictureFitsIntoTheTerminal) {
@@ -179,7 +180,8 @@ TEST(CtlSession, CancelWithoutANameMeansTheLastJob) {
 
 TEST(CtlSession, EveryJobHasItsOwnName) {
   SessionScript script({});
-  EXPECT_NE(Request(script, "generate x").denoise().job_id(), Request(script, "generate x").denoise().job_id());
+  EXPECT_NE(Request(script, "generate x").denoise().job_id(),
+            Request(script, "generate x").denoise().job_id());
 }
 
 TEST(CtlSession, SetChangesTheJobsThatFollow) {
@@ -205,7 +207,8 @@ TEST(CtlSession, SetChangesTheJobsThatFollow) {
 
 TEST(CtlSession, AMessageCanBeGivenAsJson) {
   SessionScript script({});
-  const auto request = Request(script, R"({"requestId": "r", "denoise": {"jobId": "j", "params": {"prompt": "p"}}})");
+  const auto request =
+      Request(script, R"({"requestId": "r", "denoise": {"jobId": "j", "params": {"prompt": "p"}}})");
   EXPECT_EQ(request.request_id(), "r");
   EXPECT_EQ(request.denoise().job_id(), "j");
   EXPECT_EQ(Request(script, "cancel").cancel().job_id(), "j");

@@ -54,6 +54,27 @@ bool LooksLikeNumber(absl::string_view cell) {
          !absl::StrContains(cell, ":") && !absl::StrContains(cell, "-");
 }
 
+std::string Columned(const std::vector<std::vector<std::string>>& rows, bool numbers_right) {
+  std::vector<size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], Columns(row[i]));
+  }
+  std::string out;
+  for (const auto& row : rows) {
+    std::string line;
+    for (size_t i = 0; i < row.size(); ++i) {
+      const std::string& cell = row[i];
+      const std::string gap(widths[i] - Columns(cell), ' ');
+      absl::StrAppend(&line, i > 0 ? "  " : "",
+                      numbers_right && LooksLikeNumber(cell) ? gap + cell : cell + gap);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    absl::StrAppend(&out, line, "\n");
+  }
+  return out;
+}
+
 }  // namespace
 
 ExitCode ExitCodeOf(const absl::Status& status) {
@@ -79,7 +100,8 @@ std::string ErrorText(const absl::Status& status, bool json) {
   }
   std::string out = absl::StrCat("latentctl: ", code, reason.empty() || reason == code ? "" : " ",
                                  reason == code ? "" : reason, ": ", Printable(status.message()), "\n");
-  for (const auto& [key, value] : details) absl::StrAppend(&out, "  ", Printable(key), ": ", Printable(value), "\n");
+  for (const auto& [key, value] : details)
+    absl::StrAppend(&out, "  ", Printable(key), ": ", Printable(value), "\n");
   return out;
 }
 
@@ -100,25 +122,9 @@ std::string HumanMs(double ms) {
   return absl::StrCat(seconds / 3600, " h ", seconds % 3600 / 60, " min");
 }
 
-std::string TableText(const std::vector<std::vector<std::string>>& rows) {
-  std::vector<size_t> widths;
-  for (const auto& row : rows) {
-    widths.resize(std::max(widths.size(), row.size()));
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], Columns(row[i]));
-  }
-  std::string out;
-  for (size_t r = 0; r < rows.size(); ++r) {
-    std::string line;
-    for (size_t i = 0; i < rows[r].size(); ++i) {
-      const std::string& cell = rows[r][i];
-      const std::string gap(widths[i] - Columns(cell), ' ');
-      absl::StrAppend(&line, i > 0 ? "  " : "", LooksLikeNumber(cell) ? gap + cell : cell + gap);
-    }
-    line.erase(line.find_last_not_of(' ') + 1);
-    absl::StrAppend(&out, line, "\n");
-  }
-  return out;
-}
+std::string TableText(const std::vector<std::vector<std::string>>& rows) { return Columned(rows, true); }
+
+std::string PairsText(const std::vector<std::vector<std::string>>& rows) { return Columned(rows, false); }
 
 std::string Printable(absl::string_view text) {
   std::string out(text);
@@ -165,7 +171,8 @@ std::string ExpandOutput(absl::string_view pattern, const OutputName& name) {
   if (name.count <= 1 || expanded != pattern) return expanded;
   const size_t slash = pattern.rfind('/');
   size_t dot = pattern.rfind('.');
-  if (dot == absl::string_view::npos || (slash != absl::string_view::npos && dot < slash)) dot = pattern.size();
+  if (dot == absl::string_view::npos || (slash != absl::string_view::npos && dot < slash))
+    dot = pattern.size();
   return absl::StrCat(pattern.substr(0, dot), "-", name.index, pattern.substr(dot));
 }
 

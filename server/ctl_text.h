@@ -41,18 +41,22 @@ std::string HumanMs(double ms);
 // set to the right.
 std::string TableText(const std::vector<std::vector<std::string>>& rows);
 
+// Rows of a name and a value.
+std::string PairsText(const std::vector<std::vector<std::string>>& rows);
+
 // What a server sent, safe to print: control characters become '?'.
 std::string Printable(absl::string_view text);
 
 // The proto's JSON mapping on one line, all fields shown. Without `raw`, bytes fields are left empty.
 std::string MessageJson(const google::protobuf::Message& message, bool raw);
 
-// "night" or "night:0.5". A colon whose right side is no number belongs to the name. Errors: INVALID_ARGUMENT.
+// "night" or "night:0.5". A colon whose right side is no number belongs to the name. Errors:
+// INVALID_ARGUMENT.
 absl::StatusOr<v1::LoraRef> ParseLora(absl::string_view text);
 std::string LoraText(const v1::LoraRef& lora);
 
 struct OutputName {
-  std::string job;
+  std::string job = "";
   int index = 0;
   uint64_t seed = 0;
   int count = 1;

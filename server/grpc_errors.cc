@@ -24,15 +24,18 @@ std::string ValidUtf8(absl::string_view text) {
   for (size_t i = 0; i < text.size();) {
     const auto byte = [&](size_t at) { return at < text.size() ? static_cast<unsigned char>(text[at]) : 0u; };
     const unsigned lead = byte(i);
-    const size_t length = lead < 0x80 ? 1 : lead >= 0xc2 && lead < 0xe0 ? 2 : lead >= 0xe0 && lead < 0xf0 ? 3
-                          : lead >= 0xf0 && lead < 0xf5 ? 4 : 0;
+    const size_t length = lead < 0x80                   ? 1
+                          : lead >= 0xc2 && lead < 0xe0 ? 2
+                          : lead >= 0xe0 && lead < 0xf0 ? 3
+                          : lead >= 0xf0 && lead < 0xf5 ? 4
+                                                        : 0;
     bool valid = length > 0;
     for (size_t k = 1; k < length; ++k) valid = valid && (byte(i + k) & 0xc0) == 0x80;
     // Overlong forms, surrogates, beyond U+10FFFF.
     if (length >= 3) {
       const unsigned second = byte(i + 1);
-      if ((lead == 0xe0 && second < 0xa0) || (lead == 0xed && second >= 0xa0) || (lead == 0xf0 && second < 0x90) ||
-          (lead == 0xf4 && second >= 0x90)) {
+      if ((lead == 0xe0 && second < 0xa0) || (lead == 0xed && second >= 0xa0) ||
+          (lead == 0xf0 && second < 0x90) || (lead == 0xf4 && second >= 0x90)) {
         valid = false;
       }
     }
@@ -106,7 +109,8 @@ google::rpc::Status Build(absl::StatusCode code, const std::string& message, con
     Add(bad, out);
   }
   int64_t retry_ms = 0;
-  if (auto retry = details.find("retry_ms"); retry != details.end() && absl::SimpleAtoi(retry->second, &retry_ms)) {
+  if (auto retry = details.find("retry_ms");
+      retry != details.end() && absl::SimpleAtoi(retry->second, &retry_ms)) {
     google::rpc::RetryInfo info;
     info.mutable_retry_delay()->set_seconds(retry_ms / 1000);
     info.mutable_retry_delay()->set_nanos(static_cast<int32_t>(retry_ms % 1000) * 1'000'000);

@@ -74,8 +74,9 @@ TEST(GrpcErrors, AnInternalErrorWithoutReasonKeepsItsTextFromTheClient) {
 }
 
 TEST(GrpcErrors, AStackTraceIsCutOff) {
-  const auto status = ToRpcStatus(MakeError(absl::StatusCode::kInternal, "STEP_FAILED",
-                                            "sizes differ\nException raised from f at ../c10/x.cpp:1\nframe #0: g"));
+  const auto status =
+      ToRpcStatus(MakeError(absl::StatusCode::kInternal, "STEP_FAILED",
+                            "sizes differ\nException raised from f at ../c10/x.cpp:1\nframe #0: g"));
   EXPECT_EQ(status.message(), "sizes differ");
 }
 

@@ -36,7 +36,8 @@ absl::Status CheckPixels(absl::Span<const uint8_t> pixels, int width, int height
 }
 
 absl::Status CheckSize(int64_t width, int64_t height, const DecodeLimits& limits, absl::string_view field) {
-  if (width <= 0 || height <= 0 || width > kMaxSide || height > kMaxSide || width * height > limits.max_pixels) {
+  if (width <= 0 || height <= 0 || width > kMaxSide || height > kMaxSide ||
+      width * height > limits.max_pixels) {
     return FieldError(field, absl::StrCat("a picture of ", width, "×", height, " is over the limit of ",
                                           limits.max_pixels, " pixels"));
   }
@@ -71,8 +72,8 @@ bool WritePng(png_structp png, png_infop info, absl::Span<const uint8_t> pixels,
               png_text* texts, int text_count, std::string* out) {
   if (setjmp(png_jmpbuf(png)) != 0) return false;
   png_set_write_fn(png, out, AppendPng, FlushPng);
-  png_set_IHDR(png, info, width, height, 8, PNG_COLOR_TYPE_RGB, PNG_INTERLACE_NONE, PNG_COMPRESSION_TYPE_DEFAULT,
-               PNG_FILTER_TYPE_DEFAULT);
+  png_set_IHDR(png, info, width, height, 8, PNG_COLOR_TYPE_RGB, PNG_INTERLACE_NONE,
+               PNG_COMPRESSION_TYPE_DEFAULT, PNG_FILTER_TYPE_DEFAULT);
   png_set_compression_level(png, 6);
   if (text_count > 0) png_set_text(png, info, texts, text_count);
   png_write_info(png, info);
@@ -136,7 +137,8 @@ struct PngWriter {
   ~PngWriter() { png_destroy_write_struct(&png, &info); }
 };
 
-absl::StatusOr<RgbImage> DecodePng(absl::string_view file, const DecodeLimits& limits, absl::string_view field) {
+absl::StatusOr<RgbImage> DecodePng(absl::string_view file, const DecodeLimits& limits,
+                                   absl::string_view field) {
   PngReader reader;
   if (reader.info == nullptr) return absl::ResourceExhaustedError("no memory for a PNG reader");
   PngSource source{file};
@@ -256,12 +258,14 @@ struct JpegWriter {
   }
 };
 
-absl::StatusOr<RgbImage> DecodeJpeg(absl::string_view file, const DecodeLimits& limits, absl::string_view field) {
+absl::StatusOr<RgbImage> DecodeJpeg(absl::string_view file, const DecodeLimits& limits,
+                                    absl::string_view field) {
   JpegReader reader;
   const auto broken = [&] { return FieldError(field, absl::StrCat("broken JPEG: ", reader.error.message)); };
   if (!ReadJpegHeader(&reader.jpeg, &reader.error, file)) return broken();
   RETURN_IF_ERROR(CheckSize(reader.jpeg.image_width, reader.jpeg.image_height, limits, field));
-  if (reader.jpeg.num_components > 3) return FieldError(field, "a JPEG with four colour channels; convert it to RGB");
+  if (reader.jpeg.num_components > 3)
+    return FieldError(field, "a JPEG with four colour channels; convert it to RGB");
   reader.jpeg.progress = &reader.progress;
   RgbImage image;
   image.width = static_cast<int>(reader.jpeg.image_width);
@@ -290,9 +294,8 @@ absl::StatusOr<std::string> EncodePng(absl::Span<const uint8_t> pixels, int widt
   }
   PngWriter writer;
   std::string out;
-  if (writer.info == nullptr ||
-      !WritePng(writer.png, writer.info, pixels, width, height, entries.data(), static_cast<int>(entries.size()),
-                &out)) {
+  if (writer.info == nullptr || !WritePng(writer.png, writer.info, pixels, width, height, entries.data(),
+                                          static_cast<int>(entries.size()), &out)) {
     return EncodeFailed(writer.error.message);
   }
   return out;
@@ -307,12 +310,14 @@ absl::StatusOr<std::string> EncodeJpeg(absl::Span<const uint8_t> pixels, int wid
   return std::string(reinterpret_cast<const char*>(writer.data), writer.size);
 }
 
-absl::StatusOr<RgbImage> DecodeImage(absl::string_view file, const DecodeLimits& limits, absl::string_view field) {
+absl::StatusOr<RgbImage> DecodeImage(absl::string_view file, const DecodeLimits& limits,
+                                     absl::string_view field) {
   if (static_cast<int64_t>(file.size()) > limits.max_bytes) {
-    return FieldError(field, absl::StrCat("a file of ", file.size(), " bytes is over the limit of ",
-                                          limits.max_bytes));
+    return FieldError(
+        field, absl::StrCat("a file of ", file.size(), " bytes is over the limit of ", limits.max_bytes));
   }
-  if (absl::StartsWith(file, absl::string_view("\x89PNG\r\n\x1a\n", 8))) return DecodePng(file, limits, field);
+  if (absl::StartsWith(file, absl::string_view("\x89PNG\r\n\x1a\n", 8)))
+    return DecodePng(file, limits, field);
   if (absl::StartsWith(file, "\xff\xd8\xff")) return DecodeJpeg(file, limits, field);
   return FieldError(field, file.empty() ? "is empty" : "is neither a PNG nor a JPEG file");
 }

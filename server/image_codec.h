@@ -41,7 +41,8 @@ struct DecodeLimits {
 // A PNG or JPEG file, told by its content, as RGB: grey is spread, alpha is dropped, 16 bits become 8. An
 // orientation that a camera noted is not applied. Errors: INVALID_ARGUMENT INVALID_FIELD naming `field`, when
 // the file is too large, of another kind, broken or cut short.
-absl::StatusOr<RgbImage> DecodeImage(absl::string_view file, const DecodeLimits& limits, absl::string_view field);
+absl::StatusOr<RgbImage> DecodeImage(absl::string_view file, const DecodeLimits& limits,
+                                     absl::string_view field);
 
 // `image` made smaller by averaging, so that its longer side is at most `max_side`. Never larger.
 RgbImage ShrinkTo(const RgbImage& image, int max_side);

@@ -125,7 +125,8 @@ TEST(PngCodec, AHugePictureIsRefusedFromItsHeader) {
   file[16] = 0x00, file[17] = 0x00, file[18] = 0x7f, file[19] = static_cast<char>(0xff);
   EXPECT_FALSE(Decode(file).ok());
   auto status = Decode(Png(Gradient(100, 100)), {.max_bytes = 1 << 20, .max_pixels = 9999}).status();
-  EXPECT_EQ(status.message(), "params.init_image.data: a picture of 100×100 is over the limit of 9999 pixels");
+  EXPECT_EQ(status.message(),
+            "params.init_image.data: a picture of 100×100 is over the limit of 9999 pixels");
   EXPECT_EQ(GetErrorDetails(status).at("field"), "params.init_image.data");
 }
 
@@ -153,11 +154,13 @@ TEST(JpegCodec, AFileThatIsCutShortAnywhereIsAnError) {
 TEST(JpegCodec, ReadsGrey) {
   // 8×8 of mid grey, one component.
   std::string file;
-  ASSERT_TRUE(absl::Base64Unescape(
-      "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEB"
-      "AQEBAQEBAQEBAQH/wAALCAAIAAgBAREA/8QAFQABAQAAAAAAAAAAAAAAAAAAAAr/xAAUEAEAAAAAAAAAAAAAAAAAAAAA/9oACAEBAAA/"
-      "AL+AD//Z",
-      &file));
+  ASSERT_TRUE(
+      absl::Base64Unescape("/9j/4AAQSkZJRgABAQAAAQABAAD/"
+                           "2wBDAAEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEB"
+                           "AQEBAQEBAQEBAQH/wAALCAAIAAgBAREA/8QAFQABAQAAAAAAAAAAAAAAAAAAAAr/"
+                           "xAAUEAEAAAAAAAAAAAAAAAAAAAAA/9oACAEBAAA/"
+                           "AL+AD//Z",
+                           &file));
   auto image = Decode(file);
   ASSERT_TRUE(image.ok()) << image.status();
   EXPECT_EQ(image->width, 8);

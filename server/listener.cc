@@ -31,8 +31,8 @@ namespace latentd {
 namespace {
 
 constexpr int kBacklog = 128;
-constexpr int kRetryMs = 100;        // between attempts while there are no descriptors
-constexpr int kFirstSystemdFd = 3;   // SD_LISTEN_FDS_START
+constexpr int kRetryMs = 100;         // between attempts while there are no descriptors
+constexpr int kFirstSystemdFd = 3;    // SD_LISTEN_FDS_START
 constexpr int kFdsPerConnection = 4;  // gRPC's, the duplicate, and as many for everything else
 
 absl::Status BindError(const std::string& address, const std::string& what, int error) {
@@ -40,7 +40,8 @@ absl::Status BindError(const std::string& address, const std::string& what, int 
   const char* reason = "BIND_FAILED";
   if (error == EADDRINUSE) code = absl::StatusCode::kFailedPrecondition, reason = "ADDRESS_IN_USE";
   if (error == EACCES || error == EPERM) code = absl::StatusCode::kPermissionDenied;
-  return MakeError(code, reason, absl::StrCat("cannot listen on ", address, ": ", what, ": ", std::strerror(error)),
+  return MakeError(code, reason,
+                   absl::StrCat("cannot listen on ", address, ": ", what, ": ", std::strerror(error)),
                    {{"address", address}});
 }
 
@@ -60,7 +61,8 @@ bool SomebodyListens(const std::string& path) {
   Fd probe(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const sockaddr_un address = UnixAddress(path);
   // A full backlog (EAGAIN) has a listener too.
-  return connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 || errno == EAGAIN;
+  return connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 ||
+         errno == EAGAIN;
 }
 
 // The address that a socket is bound to, in our spelling.
@@ -68,7 +70,8 @@ std::string BoundAddress(int fd) {
   sockaddr_storage storage = {};
   socklen_t size = sizeof(storage);
   if (getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) return "?";
-  if (storage.ss_family == AF_UNIX) return absl::StrCat("unix:", reinterpret_cast<sockaddr_un*>(&storage)->sun_path);
+  if (storage.ss_family == AF_UNIX)
+    return absl::StrCat("unix:", reinterpret_cast<sockaddr_un*>(&storage)->sun_path);
   char host[NI_MAXHOST], port[NI_MAXSERV];
   if (getnameinfo(reinterpret_cast<sockaddr*>(&storage), size, host, sizeof(host), port, sizeof(port),
                   NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
@@ -172,7 +175,8 @@ absl::Status Listener::BindTcp(const Address& address) {
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
   addrinfo* found = nullptr;
-  if (int error = getaddrinfo(address.host.c_str(), absl::StrCat(address.port).c_str(), &hints, &found); error != 0) {
+  if (int error = getaddrinfo(address.host.c_str(), absl::StrCat(address.port).c_str(), &hints, &found);
+      error != 0) {
     return MakeError(absl::StatusCode::kInvalidArgument, "INVALID_ADDRESS",
                      absl::StrCat("cannot listen on ", name, ": ", gai_strerror(error)), {{"address", name}});
   }
@@ -182,9 +186,11 @@ absl::Status Listener::BindTcp(const Address& address) {
   for (const addrinfo* target = found; target != nullptr; target = target->ai_next) {
     Socket socket{.fd = Fd(::socket(target->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0))};
     const int on = 1;
-    // Over the remains of a daemon that just ended, but not beside one that lives: that would be SO_REUSEPORT.
+    // Over the remains of a daemon that just ended, but not beside one that lives: that would be
+    // SO_REUSEPORT.
     setsockopt(socket.fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-    if (target->ai_family == AF_INET6) setsockopt(socket.fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof(on));
+    if (target->ai_family == AF_INET6)
+      setsockopt(socket.fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof(on));
     if (!socket.fd || bind(socket.fd.get(), target->ai_addr, target->ai_addrlen) != 0) {
       // A name may stand for an address family that this machine does not have.
       if (errno != EADDRNOTAVAIL && errno != EAFNOSUPPORT) return BindError(name, "bind", errno);
@@ -222,7 +228,8 @@ absl::Status Listener::TakeSystemdSockets() {
   return absl::OkStatus();
 }
 
-void Listener::AddTo(grpc::ServerBuilder& builder, const std::shared_ptr<grpc::ServerCredentials>& credentials) {
+void Listener::AddTo(grpc::ServerBuilder& builder,
+                     const std::shared_ptr<grpc::ServerCredentials>& credentials) {
   acceptor_ = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
 }
@@ -325,7 +332,8 @@ bool Listener::RefuseOne(int listen_fd) {
   reserve_ = OpenReserve();
   errno = error;
   if (!taken) return false;
-  if (refused_++ == 0) spdlog::warn("out of file descriptors: connections are closed; raise the limit of open files");
+  if (refused_++ == 0)
+    spdlog::warn("out of file descriptors: connections are closed; raise the limit of open files");
   return true;
 }
 

@@ -8,8 +8,8 @@
 //   - takes over sockets that systemd passes (LISTEN_FDS), in place of the addresses
 //   - gives Unix sockets the mode 0660 and removes them when it stops
 //
-// Bind() first, then AddTo() before the server is built, Start() after; Stop() before the server's Shutdown().
-// All but Bind() from one thread; stats() from any.
+// Bind() first, then AddTo() before the server is built, Start() after; Stop() before the server's
+// Shutdown(). All but Bind() from one thread; stats() from any.
 //
 //   ASSIGN_OR_RETURN(auto listener, Listener::Bind({.addresses = config.listen}));
 //   listener->AddTo(builder, grpc::InsecureServerCredentials());
@@ -90,7 +90,7 @@ class Listener {
   struct Socket {
     Fd fd;
     std::string file = "";  // to remove at the end; empty for TCP and for systemd's
-    dev_t device = 0;  // of the file, so that another daemon's is not removed
+    dev_t device = 0;       // of the file, so that another daemon's is not removed
     ino_t inode = 0;
   };
 

@@ -218,7 +218,8 @@ TEST(Listener, MakesTheSocketsFolder) {
 
 TEST(Listener, AWrongAddressIsAnError) {
   EXPECT_EQ(ErrorReason(Listener::Bind({.addresses = {"nonsense"}}).status()), "INVALID_ADDRESS");
-  EXPECT_EQ(ErrorReason(Listener::Bind({.addresses = {"no-such-host.invalid:1"}}).status()), "INVALID_ADDRESS");
+  EXPECT_EQ(ErrorReason(Listener::Bind({.addresses = {"no-such-host.invalid:1"}}).status()),
+            "INVALID_ADDRESS");
 }
 
 TEST(Listener, CountsOpenConnections) {
@@ -266,24 +267,24 @@ TEST(Listener, AnswersAgainAfterDescriptorsRanOut) {
     dup2(to_child[0], 0);
     dup2(from_child[1], 1);
     for (int fd : {to_child[0], to_child[1], from_child[0], from_child[1]}) close(fd);
-    execl("/proc/self/exe", "listener_test", "--gtest_filter=ListenerChild.*", "--gtest_also_run_disabled_tests",
-          nullptr);
+    execl("/proc/self/exe", "listener_test", "--gtest_filter=ListenerChild.*",
+          "--gtest_also_run_disabled_tests", nullptr);
     _exit(127);
   }
   close(to_child[0]);
   close(from_child[1]);
   FILE* lines = fdopen(from_child[0], "r");
   char line[256], address[256] = "";
-  while (std::fgets(line, sizeof(line), lines) != nullptr && std::sscanf(line, "address %255s", address) != 1) {
+  while (std::fgets(line, sizeof(line), lines) != nullptr &&
+         std::sscanf(line, "address %255s", address) != 1) {
   }
   ASSERT_STRNE(address, "");
 
   std::vector<int> connections;
   for (int i = 0; i < 200; ++i) connections.push_back(PlainConnect(address));
   // Those beyond what the child can hold are told so.
-  EXPECT_TRUE(Eventually([&] {
-    return std::count_if(connections.begin(), connections.end(), IsClosedByPeer) > 100;
-  }));
+  EXPECT_TRUE(Eventually(
+      [&] { return std::count_if(connections.begin(), connections.end(), IsClosedByPeer) > 100; }));
   for (int fd : connections) close(fd);
   EXPECT_TRUE(Call(Connect(address)).ok());
 
@@ -306,7 +307,8 @@ TEST(Listener, TakesTheSocketsThatSystemdPasses) {
               sockaddr_un address = {};
               address.sun_family = AF_UNIX;
               path.copy(address.sun_path, sizeof(address.sun_path) - 1);
-              if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0 || listen(fd, 5) != 0) return 1;
+              if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0 || listen(fd, 5) != 0)
+                return 1;
               if (fd != 3 && dup2(fd, 3) != 3) return 2;
               setenv("LISTEN_PID", absl::StrCat(getpid()).c_str(), 1);
               setenv("LISTEN_FDS", "1", 1);

@@ -76,7 +76,8 @@ std::unique_ptr<spdlog::formatter> MakeLogFormatter(const std::string& format) {
 }
 
 void SetUpLogging(const std::string& level, const std::string& format) {
-  auto logger = std::make_shared<spdlog::logger>("latentd", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+  auto logger =
+      std::make_shared<spdlog::logger>("latentd", std::make_shared<spdlog::sinks::stderr_sink_mt>());
   logger->set_formatter(MakeLogFormatter(format));
   logger->set_level(spdlog::level::from_str(level));
   logger->flush_on(spdlog::level::trace);

@@ -17,9 +17,7 @@ Sha256::Sha256() : state_(std::make_unique<State>()) {
 
 Sha256::~Sha256() = default;
 
-void Sha256::Update(absl::string_view data) {
-  EVP_DigestUpdate(state_->context, data.data(), data.size());
-}
+void Sha256::Update(absl::string_view data) { EVP_DigestUpdate(state_->context, data.data(), data.size()); }
 
 std::string Sha256::Finish() {
   unsigned char digest[EVP_MAX_MD_SIZE];

@@ -1,5 +1,6 @@
 // Resampling of 8-bit pictures, the way Pillow does it: Lanczos with 3 lobes, widened when shrinking,
-// columns first, then rows, 8-bit values between the two, 22-bit fixed-point weights. Gives Pillow's bytes.
+// one direction after the other with 8-bit values in between, 22-bit fixed-point weights. Gives the bytes
+// of Pillow 13.
 //
 // Pure; any thread.
 #ifndef LATENTD_FAMILIES_IMAGE_RESIZE_H_

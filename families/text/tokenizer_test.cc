@@ -1,0 +1,110 @@
+// What needs no oracle: broken files, and clean-up of text. Ids are compared in tests/goldens.
+#include <filesystem>
+#include <fstream>
+
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "families/text/clip_tokenizer.h"
+#include "families/text/t5_tokenizer.h"
+#include "families/text/unicode.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace latentd {
+namespace {
+
+using testing::ElementsAre;
+using testing::SizeIs;
+
+class TokenizerTest : public testing::Test {
+ protected:
+  TokenizerTest() {
+    folder_ = absl::StrCat(testing::TempDir(), "/tokenizer_test.", getpid());
+    std::filesystem::create_directories(folder_);
+  }
+  ~TokenizerTest() override { std::filesystem::remove_all(folder_); }
+
+  void Write(const std::string& name, const std::string& text) { std::ofstream(folder_ + "/" + name) << text; }
+
+  std::string folder_;
+};
+
+// A vocabulary of a few letters: enough to see merges.
+constexpr char kVocabulary[] =
+    R"({"a": 0, "b": 1, "a</w>": 2, "b</w>": 3, "ab</w>": 4, "aa": 5, "<|startoftext|>": 6, "<|endoftext|>": 7, "!": 8})";
+constexpr char kMerges[] = "#version: 0.2\na b</w>\na a\n";
+
+TEST_F(TokenizerTest, ClipMergesByRankAndPadsToTheLength) {
+  Write("vocab.json", kVocabulary);
+  Write("merges.txt", kMerges);
+  auto tokenizer = ClipTokenizer::Load(folder_);
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  EXPECT_THAT((*tokenizer)->Encode("AB aab", 9), ElementsAre(6, 4, 0, 4, 7, 7, 7, 7, 7));
+  EXPECT_THAT((*tokenizer)->Encode("aaaa", 6), ElementsAre(6, 5, 0, 2, 7, 7));
+  EXPECT_THAT((*tokenizer)->Encode("ab ab ab ab", 4), ElementsAre(6, 4, 4, 7));
+  EXPECT_THAT((*tokenizer)->Encode("", 3), ElementsAre(6, 7, 7));
+  EXPECT_EQ((*tokenizer)->model_max_length(), 77);
+}
+
+TEST_F(TokenizerTest, ClipReadsTokenizerJsonAndTheConfigsPadToken) {
+  Write("tokenizer.json", absl::StrCat(R"({"model": {"vocab": )", kVocabulary, R"(, "merges": ["a b</w>", ["a", "a"]]}})"));
+  Write("tokenizer_config.json", R"({"pad_token": {"content": "!"}, "model_max_length": 1000000000000000019884624838656})");
+  auto tokenizer = ClipTokenizer::Load(folder_);
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  EXPECT_THAT((*tokenizer)->Encode("ab", 5), ElementsAre(6, 4, 7, 8, 8));
+  EXPECT_EQ((*tokenizer)->model_max_length(), 77);
+}
+
+TEST_F(TokenizerTest, ClipTakesWhatIsNotInTheVocabularyAsUnknown) {
+  Write("vocab.json", kVocabulary);
+  Write("merges.txt", kMerges);
+  auto tokenizer = ClipTokenizer::Load(folder_);
+  EXPECT_THAT((*tokenizer)->Encode("\xff\xfe zz", 20), SizeIs(20));
+}
+
+TEST_F(TokenizerTest, ClipRefusesBrokenFiles) {
+  EXPECT_EQ(ErrorReason(ClipTokenizer::Load(folder_).status()), "MISSING_FILE");
+  Write("vocab.json", kVocabulary);
+  EXPECT_EQ(ErrorReason(ClipTokenizer::Load(folder_).status()), "MISSING_FILE");
+  for (const char* merges : {"a b c\n", "a\n", "x y\n", "a b\n"}) {
+    Write("merges.txt", merges);
+    EXPECT_EQ(ErrorReason(ClipTokenizer::Load(folder_).status()), "CORRUPT_FILE") << merges;
+  }
+  Write("merges.txt", kMerges);
+  for (const char* vocabulary : {"", "[]", "{\"a\": \"b\"}", "{\"a\": -1}", "{\"a\": 0}", "{\"a\": 99999999999}"}) {
+    Write("vocab.json", vocabulary);
+    EXPECT_EQ(ErrorReason(ClipTokenizer::Load(folder_).status()), "CORRUPT_FILE") << vocabulary;
+  }
+}
+
+TEST_F(TokenizerTest, T5RefusesBrokenFiles) {
+  EXPECT_EQ(ErrorReason(T5Tokenizer::Load(folder_, 100).status()), "MISSING_FILE");
+  for (const std::string& bytes : {std::string(), std::string("not a model"), std::string(1000, '\xff')}) {
+    Write("spiece.model", bytes);
+    EXPECT_EQ(ErrorReason(T5Tokenizer::Load(folder_, 100).status()), "CORRUPT_FILE");
+  }
+}
+
+TEST(UnicodeTest, InvalidBytesBecomeReplacementCharacters) {
+  EXPECT_EQ(ValidUtf8("a\xff\xc3"), "a\ufffd\ufffd");
+  EXPECT_EQ(ValidUtf8("\xed\xa0\x80"), "\ufffd\ufffd\ufffd");  // a surrogate
+  EXPECT_EQ(ValidUtf8(absl::string_view("a\0b", 3)), std::string("a\0b", 3));
+}
+
+TEST(UnicodeTest, CleansUpAsTokenizersAsk) {
+  EXPECT_EQ(Nfc("e\u0301"), "\u00e9");
+  EXPECT_EQ(LowerCase("\u00c5\u0130\u03a3X"), "\u00e5i\u0307\u03c3x");
+  EXPECT_EQ(CollapseWhitespace(" a\t\n\u3000b\u00a0"), " a b ");
+}
+
+TEST(UnicodeTest, SplitsAtTheLongestToken) {
+  const auto pieces = SplitAtTokens("x<a>y<a>>", {"<a>", "<a>>"});
+  ASSERT_THAT(pieces, SizeIs(4));
+  EXPECT_EQ(pieces[0].text, "x");
+  EXPECT_EQ(pieces[1].special, 0);
+  EXPECT_EQ(pieces[2].text, "y");
+  EXPECT_EQ(pieces[3].special, 1);
+}
+
+}  // namespace
+}  // namespace latentd

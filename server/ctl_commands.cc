@@ -1,0 +1,330 @@
+#include "server/ctl_commands.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "cache/error.h"
+#include "grpc/health/v1/health.grpc.pb.h"
+#include "latentd/v1/cache.grpc.pb.h"
+#include "latentd/v1/denoise.grpc.pb.h"
+#include "latentd/v1/model.grpc.pb.h"
+#include "latentd/v1/server.grpc.pb.h"
+#include "server/ctl_text.h"
+
+namespace latentd::ctl {
+namespace {
+
+using Rows = std::vector<std::vector<std::string>>;
+
+// One unary call: connects, calls `method` of Service's stub, gives the response.
+template <typename Service, typename Request, typename Response>
+absl::StatusOr<Response> Ask(const GlobalOptions& global,
+                             grpc::Status (Service::Stub::*method)(grpc::ClientContext*, const Request&,
+                                                                   Response*),
+                             const Request& request) {
+  ASSIGN_OR_RETURN(auto channel, Connect(global));
+  auto stub = Service::NewStub(channel);
+  Call call(global, kUnaryLimit);
+  Response response;
+  RETURN_IF_ERROR(call.Result((stub.get()->*method)(call.context(), request, &response)));
+  return response;
+}
+
+void Print(const std::string& text) {
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  std::fflush(stdout);
+}
+
+void PrintJson(const google::protobuf::Message& message) { Print(MessageJson(message, false) + "\n"); }
+
+// "STATE_IDLE" → "idle".
+std::string EnumText(const std::string& name, absl::string_view prefix) {
+  return absl::AsciiStrToLower(absl::StripPrefix(name, prefix));
+}
+
+std::string AgeText(const google::protobuf::Duration& age) {
+  return HumanMs(1e3 * static_cast<double>(age.seconds()) + age.nanos() / 1e6);
+}
+
+template <typename Map>
+std::string CountsText(const Map& map) {
+  std::vector<std::string> parts;
+  for (const auto& [key, count] : map) parts.push_back(Printable(absl::StrCat(key, " ", count)));
+  std::sort(parts.begin(), parts.end());
+  return absl::StrJoin(parts, ", ");
+}
+
+std::string BudgetText(int64_t in_use, int64_t reserved, int64_t cap) {
+  return absl::StrCat(HumanBytes(in_use), " in use, ", HumanBytes(reserved), " reserved, of ",
+                      HumanBytes(cap));
+}
+
+}  // namespace
+
+absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, const std::string& prompt) {
+  v1::GenerateRequest request;
+  ASSIGN_OR_RETURN(*request.mutable_params(), Params(job));
+  ASSIGN_OR_RETURN(std::vector<v1::LoraRef> loras, Loras(job));
+  request.mutable_params()->set_prompt(prompt);
+  request.set_model(job.model);
+  request.mutable_loras()->Assign(loras.begin(), loras.end());
+  request.set_patch_mode(PatchModeOf(job));
+  request.set_priority(job.priority);
+
+  JobOutput::Options options;
+  options.out = job.out;
+  if (job.out.empty() && !global.json && !job.show) {
+    const bool jpeg = request.params().image_format() == v1::IMAGE_FORMAT_JPEG;
+    options.out = jpeg ? "latentd-{seed}.jpg" : "latentd-{seed}.png";
+  }
+  options.count = job.count.value_or(1);
+  options.quiet = global.json;
+  options.show = job.show;
+  JobOutput output(std::move(options));
+
+  ASSIGN_OR_RETURN(auto channel, Connect(global));
+  auto stub = v1::DenoiseService::NewStub(channel);
+  Call call(global, std::nullopt);
+  auto stream = stub->Generate(call.context(), request);
+  v1::GenerateResponse response;
+  absl::Status local;
+  bool done = false;
+  while (stream->Read(&response)) {
+    if (global.json) Print(MessageJson(response, job.raw) + "\n");
+    done |= response.event().has_done();
+    if (local.ok()) local = output.OnEvent(response.event());
+    // Nobody wants the rest.
+    if (!local.ok()) call.context()->TryCancel();
+  }
+  output.ClearProgress();
+  const absl::Status status = call.Result(stream->Finish());
+  RETURN_IF_ERROR(local);
+  RETURN_IF_ERROR(status);
+  if (!done)
+    return MakeError(absl::StatusCode::kDataLoss, "DAMAGED_DATA", "the stream ended before the job was done");
+  return output.Finish();
+}
+
+absl::Status RunModels(const GlobalOptions& global) {
+  v1::ListModelsRequest request;
+  v1::ListModelsResponse all;
+  do {
+    ASSIGN_OR_RETURN(auto page, Ask<v1::ModelService>(global, &v1::ModelService::Stub::ListModels, request));
+    all.mutable_models()->MergeFrom(page.models());
+    request.set_page_token(page.next_page_token());
+  } while (!request.page_token().empty());
+  if (global.json) return PrintJson(all), absl::OkStatus();
+  Rows rows = {{"NAME", "FAMILY", "VARIANT", "SIZE", "PARAMETERS", "DEFAULTS", "COMPONENTS"}};
+  for (const v1::Model& model : all.models()) {
+    int64_t bytes = 0, parameters = 0;
+    std::vector<std::string> parts;
+    for (const v1::ModelComponent& component : model.components()) {
+      bytes += component.bytes();
+      parameters += component.parameters();
+      parts.push_back(absl::StrCat(component.name(), " ", component.storage_type()));
+    }
+    const v1::ModelDefaults& defaults = model.defaults();
+    rows.push_back({Printable(model.name()), Printable(model.family()), Printable(model.variant()),
+                    HumanBytes(bytes), absl::StrFormat("%.1f M", static_cast<double>(parameters) / 1e6),
+                    absl::StrCat(defaults.width(), "×", defaults.height(), ", ", defaults.steps(), " steps"),
+                    Printable(absl::StrJoin(parts, ", "))});
+  }
+  Print(TableText(rows));
+  return absl::OkStatus();
+}
+
+absl::Status RunLoras(const GlobalOptions& global) {
+  v1::ListLorasRequest request;
+  v1::ListLorasResponse all;
+  do {
+    ASSIGN_OR_RETURN(auto page, Ask<v1::ModelService>(global, &v1::ModelService::Stub::ListLoras, request));
+    all.mutable_loras()->MergeFrom(page.loras());
+    request.set_page_token(page.next_page_token());
+  } while (!request.page_token().empty());
+  if (global.json) return PrintJson(all), absl::OkStatus();
+  Rows rows = {{"NAME", "FORMAT", "LAYERS", "SIZE"}};
+  for (const v1::Lora& lora : all.loras()) {
+    rows.push_back({Printable(lora.name()), lora.format().empty() ? "not usable" : Printable(lora.format()),
+                    absl::StrCat(lora.layers()), HumanBytes(lora.bytes())});
+  }
+  Print(TableText(rows));
+  return absl::OkStatus();
+}
+
+absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name,
+                            const std::optional<std::string>& model) {
+  v1::InspectLoraRequest request;
+  request.set_name(name);
+  if (model) request.set_model(*model);
+  ASSIGN_OR_RETURN(auto response,
+                   Ask<v1::ModelService>(global, &v1::ModelService::Stub::InspectLora, request));
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  const v1::Lora& lora = response.lora();
+  Rows rows = {{"name", Printable(lora.name())},
+               {"id", Printable(lora.id())},
+               {"format", Printable(lora.format())},
+               {"size", HumanBytes(lora.bytes())},
+               {"layers", absl::StrCat(lora.layers(), ", ", response.layers_with_alpha(), " with alpha")},
+               {"ranks", ""}};
+  std::vector<std::string> ranks;
+  for (const auto& [rank, layers] : response.layers_by_rank())
+    ranks.push_back(absl::StrCat(layers, " of rank ", rank));
+  rows.back()[1] = absl::StrJoin(ranks, ", ");
+  for (const std::string& key : response.sample_keys()) rows.push_back({"key", Printable(key)});
+  for (const auto& [key, value] : response.metadata()) {
+    rows.push_back({"metadata", Printable(absl::StrCat(key, " = ", value))});
+  }
+  if (response.has_match()) {
+    const v1::LoraReport& match = response.match();
+    rows.push_back({"matched", CountsText(match.matched())});
+    rows.push_back({"unmatched", absl::StrCat(match.unmatched_count())});
+    for (const std::string& key : match.unmatched_samples()) rows.push_back({"unmatched", Printable(key)});
+  }
+  Print(PairsText(rows));
+  return absl::OkStatus();
+}
+
+absl::Status RunCache(const GlobalOptions& global) {
+  ASSIGN_OR_RETURN(auto stats, Ask<v1::CacheService>(global, &v1::CacheService::Stub::GetCacheStats,
+                                                     v1::GetCacheStatsRequest()));
+  if (global.json) return PrintJson(stats), absl::OkStatus();
+  const v1::RamBudget& ram = stats.ram_budget();
+  Rows budgets = {{"RAM", absl::StrCat(BudgetText(ram.in_use_bytes(), ram.reserved_bytes(), ram.cap_bytes()),
+                                       ", peak ", HumanBytes(ram.peak_bytes()), ", ", ram.waiting(),
+                                       " waiting, ", ram.refused(), " refused")}};
+  for (const v1::DeviceStats& device : stats.devices()) {
+    budgets.push_back({Printable(device.name()),
+                       BudgetText(device.in_use_bytes(), device.reserved_bytes(), device.cap_bytes())});
+  }
+  budgets.push_back({"records", absl::StrCat(stats.records_size(), ", ", HumanBytes(stats.record_bytes()))});
+  budgets.push_back({"ever", absl::StrCat(stats.hits(), " hits, ", stats.misses(), " loads of ",
+                                          HumanBytes(stats.bytes_loaded()), ", ", stats.load_failures(),
+                                          " of them failed, ", stats.evictions(), " evicted, ",
+                                          stats.trimmed(), " trimmed, ", stats.dropped(), " dropped")});
+  Print(PairsText(budgets));
+  if (stats.records_size() == 0) return absl::OkStatus();
+  Rows rows = {{"KEY", "KIND", "SIZE", "LOCKS", "HOLDERS", "DEVICES"}};
+  for (const v1::CacheRecord& record : stats.records()) {
+    std::vector<std::string> residency;
+    for (const v1::Residency& on : record.residency()) {
+      residency.push_back(absl::StrCat(on.device(), " ", HumanBytes(on.bytes())));
+    }
+    rows.push_back(
+        {Printable(record.key()), absl::StrCat(Printable(record.kind()), record.stale() ? " (stale)" : ""),
+         HumanBytes(record.bytes()), absl::StrCat(record.lock_count()),
+         Printable(absl::StrJoin(record.holders(), ", ")), Printable(absl::StrJoin(residency, ", "))});
+  }
+  Print("\n" + TableText(rows));
+  return absl::OkStatus();
+}
+
+absl::Status RunTrim(const GlobalOptions& global, std::optional<int64_t> bytes) {
+  v1::TrimCacheRequest request;
+  if (bytes) request.set_bytes(*bytes);
+  ASSIGN_OR_RETURN(auto response, Ask<v1::CacheService>(global, &v1::CacheService::Stub::TrimCache, request));
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  Print(absl::StrCat("freed ", HumanBytes(response.freed_bytes()), "\n"));
+  return absl::OkStatus();
+}
+
+absl::Status RunDrop(const GlobalOptions& global, const std::string& name) {
+  v1::DropModelRequest request;
+  request.set_name(name);
+  ASSIGN_OR_RETURN(auto response, Ask<v1::CacheService>(global, &v1::CacheService::Stub::DropModel, request));
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  Print(absl::StrCat("evicted ", response.evicted_records(), " records, ",
+                     HumanBytes(response.evicted_bytes()), "; ", response.stale_records(), " more, ",
+                     HumanBytes(response.stale_bytes()), ", go when their holders let go\n"));
+  return absl::OkStatus();
+}
+
+absl::Status RunSessions(const GlobalOptions& global) {
+  ASSIGN_OR_RETURN(auto response, Ask<v1::ServerService>(global, &v1::ServerService::Stub::ListSessions,
+                                                         v1::ListSessionsRequest()));
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  Rows rows = {{"SESSION", "JOB", "STATE", "STEP", "AGE", "MODEL", "LORAS", "PEER"}};
+  for (const v1::SessionInfo& session : response.sessions()) {
+    std::vector<std::string> loras;
+    for (const v1::LoraRef& lora : session.loras()) loras.push_back(LoraText(lora));
+    rows.push_back({Printable(session.session()), "",
+                    EnumText(v1::SessionInfo::State_Name(session.state()), "STATE_"), "",
+                    AgeText(session.age()), Printable(session.model()), absl::StrJoin(loras, ", "),
+                    Printable(session.peer())});
+    for (const v1::JobInfo& job : session.jobs()) {
+      rows.push_back({"", Printable(job.job_id()), EnumText(v1::JobInfo::Phase_Name(job.phase()), "PHASE_"),
+                      job.steps() > 0 ? absl::StrCat(job.step(), "/", job.steps()) : "", AgeText(job.age())});
+    }
+  }
+  Print(TableText(rows));
+  return absl::OkStatus();
+}
+
+absl::Status RunCancel(const GlobalOptions& global, const std::string& session, const std::string& job) {
+  v1::CancelJobRequest request;
+  request.set_session(session);
+  request.set_job_id(job);
+  ASSIGN_OR_RETURN(auto response,
+                   Ask<v1::ServerService>(global, &v1::ServerService::Stub::CancelJob, request));
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  Print("the job will stop at its next step\n");
+  return absl::OkStatus();
+}
+
+absl::Status RunInfo(const GlobalOptions& global) {
+  ASSIGN_OR_RETURN(auto info, Ask<v1::ServerService>(global, &v1::ServerService::Stub::GetServerInfo,
+                                                     v1::GetServerInfoRequest()));
+  if (global.json) return PrintJson(info), absl::OkStatus();
+  Rows rows = {{"version", Printable(info.version())},
+               {"instance", Printable(info.instance())},
+               {"started",
+                absl::FormatTime("%Y-%m-%d %H:%M:%S %Ez", absl::FromUnixSeconds(info.start_time().seconds()),
+                                 absl::LocalTimeZone())},
+               {"state", info.draining() ? "draining" : "serving"},
+               {"default model", info.default_model().empty() ? "none" : Printable(info.default_model())},
+               {"families", Printable(absl::StrJoin(info.families(), ", "))},
+               {"samplers", Printable(absl::StrJoin(info.samplers(), ", "))}};
+  for (const v1::DeviceInfo& device : info.devices()) {
+    rows.push_back({"device", absl::StrCat(Printable(device.name()), ", ", device.threads(), " threads",
+                                           device.memory_bytes() > 0
+                                               ? absl::StrCat(", ", HumanBytes(device.memory_bytes()))
+                                               : "")});
+  }
+  const v1::Limits& limits = info.limits();
+  rows.push_back({"sessions", absl::StrCat("at most ", limits.max_sessions(), ", idle for ",
+                                           AgeText(limits.session_idle_timeout()), ", of ",
+                                           AgeText(limits.session_max_age()))});
+  rows.push_back(
+      {"jobs", absl::StrCat("at most ", limits.max_queued_jobs_per_session(), " waiting in a session, ",
+                            limits.max_queued_jobs(), " in all, for ", AgeText(limits.job_timeout()))});
+  rows.push_back({"pictures", absl::StrCat("at most ", limits.max_pixels(), " pixels, ",
+                                           HumanBytes(limits.max_image_bytes()), " sent")});
+  Print(PairsText(rows));
+  return absl::OkStatus();
+}
+
+absl::Status RunHealth(const GlobalOptions& global, const std::string& service) {
+  using grpc::health::v1::Health;
+  using Response = grpc::health::v1::HealthCheckResponse;
+  grpc::health::v1::HealthCheckRequest request;
+  request.set_service(service);
+  ASSIGN_OR_RETURN(auto response, Ask<Health>(global, &Health::Stub::Check, request));
+  const std::string state = Response::ServingStatus_Name(response.status());
+  if (global.json) {
+    PrintJson(response);
+  } else {
+    Print(state + "\n");
+  }
+  if (response.status() == Response::SERVING) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kFailedPrecondition, "NOT_SERVING",
+                   absl::StrCat("the server is ", state));
+}
+
+}  // namespace latentd::ctl

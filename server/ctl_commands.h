@@ -1,0 +1,31 @@
+// latentctl: the commands other than `session`. Each makes one call, prints its answer and returns the error.
+#ifndef LATENTD_SERVER_CTL_COMMANDS_H_
+#define LATENTD_SERVER_CTL_COMMANDS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "server/ctl_client.h"
+#include "server/ctl_job.h"
+
+namespace latentd::ctl {
+
+absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, const std::string& prompt);
+absl::Status RunModels(const GlobalOptions& global);
+absl::Status RunLoras(const GlobalOptions& global);
+absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name,
+                            const std::optional<std::string>& model);
+absl::Status RunCache(const GlobalOptions& global);
+absl::Status RunTrim(const GlobalOptions& global, std::optional<int64_t> bytes);
+absl::Status RunDrop(const GlobalOptions& global, const std::string& name);
+absl::Status RunSessions(const GlobalOptions& global);
+absl::Status RunCancel(const GlobalOptions& global, const std::string& session, const std::string& job);
+absl::Status RunInfo(const GlobalOptions& global);
+// Errors: FAILED_PRECONDITION NOT_SERVING.
+absl::Status RunHealth(const GlobalOptions& global, const std::string& service);
+
+}  // namespace latentd::ctl
+
+#endif  // LATENTD_SERVER_CTL_COMMANDS_H_

@@ -1,0 +1,162 @@
+// latentctl: the command-line client of latentd.
+//
+// Exit codes: ctl_text.h.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "cache/device.h"
+#include "cache/error.h"
+#include "server/ctl_client.h"
+#include "server/ctl_commands.h"
+#include "server/ctl_job.h"
+#include "server/ctl_session.h"
+#include "server/ctl_text.h"
+#include "server/version.h"
+
+namespace latentd::ctl {
+namespace {
+
+constexpr char kFooter[] =
+    R"(Exit codes: 0 done; 1 the server refused or the job failed (health: not serving);
+2 wrong command line; 3 no server reached; 4 a local file could not be read or
+written, or received data is damaged; 130 interrupted.)";
+
+// CLI11 check: "30s", "10m".
+std::string CheckDuration(const std::string& text) {
+  absl::Duration duration;
+  if (absl::ParseDuration(text, &duration) && duration > absl::ZeroDuration()) return "";
+  return absl::StrCat("'", text, "' is no time such as 30s or 10m");
+}
+
+std::optional<absl::Duration> DurationOf(const std::string& text) {
+  absl::Duration duration;
+  if (!absl::ParseDuration(text, &duration)) return std::nullopt;
+  return duration;
+}
+
+struct Arguments {
+  GlobalOptions global;
+  std::string timeout;
+  JobOptions job;
+  std::string prompt, prompt_flag;
+  std::string idle_timeout;
+  std::string lora;
+  std::optional<std::string> lora_model;
+  std::string trim;  // empty with the flag given: everything
+  std::string drop;
+  std::vector<std::string> cancel;
+  std::string service;
+};
+
+absl::Status RunCacheCommand(const Arguments& arguments, bool trim) {
+  if (!arguments.drop.empty()) return RunDrop(arguments.global, arguments.drop);
+  if (!trim) return RunCache(arguments.global);
+  if (arguments.trim.empty()) return RunTrim(arguments.global, std::nullopt);
+  auto bytes = ParseBytes(arguments.trim);
+  if (!bytes.ok()) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", bytes.status().message());
+  }
+  return RunTrim(arguments.global, *bytes);
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app{"latentctl talks to latentd, a daemon that serves diffusion models.", "latentctl"};
+  app.footer(kFooter);
+  app.require_subcommand(1);
+  app.fallthrough();
+  app.set_version_flag("--version", std::string(kVersion));
+
+  Arguments arguments;
+  GlobalOptions& global = arguments.global;
+  app.add_option(
+      "-a,--address", global.address,
+      "Where the daemon listens, unix:PATH or HOST:PORT [$LATENTD_ADDRESS, else the default ones]");
+  app.add_flag("--json", global.json, "Print JSON: one object, or for jobs one a line for each event");
+  app.add_option("--timeout", arguments.timeout, "Give up after this time, such as 30s or 10m")
+      ->check(CheckDuration);
+
+  CLI::App* generate = app.add_subcommand("generate", "Make pictures");
+  generate->add_option("prompt", arguments.prompt, "What to draw");
+  generate->add_option("-p,--prompt", arguments.prompt_flag,
+                       "The same, for a prompt that starts with a dash");
+  AddJobFlags(*generate, arguments.job);
+
+  CLI::App* session = app.add_subcommand(
+      "session",
+      "Keep a session open and do what lines on stdin say: generate PROMPT, set FIELD [VALUE], "
+      "loras [NAME[:WEIGHT] ...], cancel [JOB], wait, close, or a SessionRequest as JSON");
+  session->add_option("--idle-timeout", arguments.idle_timeout, "Let the server close it when idle this long")
+      ->check(CheckDuration);
+  AddJobFlags(*session, arguments.job);
+
+  CLI::App* models = app.add_subcommand("models", "List the models");
+  CLI::App* loras = app.add_subcommand("loras", "List the LoRAs");
+  CLI::App* inspect = app.add_subcommand("inspect-lora", "Show what is in a LoRA file");
+  inspect->add_option("name", arguments.lora, "LoRA")->required();
+  inspect->add_option("-m,--model", arguments.lora_model, "Model to match it against");
+
+  CLI::App* cache = app.add_subcommand("cache", "Show what is in memory, or take it out");
+  CLI::Option* trim =
+      cache->add_option("--trim", arguments.trim, "Free this much, such as 2GiB, or all that nobody holds");
+  trim->expected(0, 1)->type_name("[BYTES]");
+  cache->add_option("--drop", arguments.drop, "Take a model's or a LoRA's records out")->excludes(trim);
+
+  CLI::App* sessions = app.add_subcommand("sessions", "List the sessions and their jobs");
+  sessions->add_option("--cancel", arguments.cancel, "Stop a job")->expected(2)->type_name("SESSION JOB");
+
+  CLI::App* health = app.add_subcommand("health", "Ask whether the server serves; the exit code is 0 or 1");
+  health->add_option("service", arguments.service, "One service, such as latentd.v1.DenoiseService");
+  CLI::App* info = app.add_subcommand("info", "Show what the server is and can do");
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kExitOk : kExitUsage;
+  }
+  global.timeout = DurationOf(arguments.timeout);
+
+  absl::Status status;
+  if (*generate) {
+    const std::string& prompt = arguments.prompt_flag.empty() ? arguments.prompt : arguments.prompt_flag;
+    status = RunGenerate(global, arguments.job, prompt);
+  } else if (*session) {
+    auto code = RunSession(global, arguments.job, DurationOf(arguments.idle_timeout));
+    if (code.ok()) return *code;
+    status = code.status();
+  } else if (*models) {
+    status = RunModels(global);
+  } else if (*loras) {
+    status = RunLoras(global);
+  } else if (*inspect) {
+    status = RunInspectLora(global, arguments.lora, arguments.lora_model);
+  } else if (*cache) {
+    status = RunCacheCommand(arguments, trim->count() > 0);
+  } else if (*sessions) {
+    status = arguments.cancel.empty() ? RunSessions(global)
+                                      : RunCancel(global, arguments.cancel[0], arguments.cancel[1]);
+  } else if (*health) {
+    status = RunHealth(global, arguments.service);
+  } else if (*info) {
+    status = RunInfo(global);
+  }
+  if (status.ok()) return kExitOk;
+  std::fputs(ErrorText(status, global.json).c_str(), stderr);
+  return *health ? kExitFailed : ExitCodeOf(status);
+}
+
+}  // namespace
+}  // namespace latentd::ctl
+
+int main(int argc, char** argv) {
+  // gRPC's own lines on stderr are no use to a person here; GRPC_VERBOSITY brings them back.
+  setenv("GRPC_VERBOSITY", "NONE", 0);
+  latentd::ctl::InstallInterruptHandler();
+  return latentd::ctl::Main(argc, argv);
+}

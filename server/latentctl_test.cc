@@ -1,0 +1,587 @@
+// latentctl as a program, against a server that plays given answers over a real socket.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "cache/error.h"
+#include "grpc/health/v1/health.grpc.pb.h"
+#include "latentd/v1/cache.grpc.pb.h"
+#include "latentd/v1/denoise.grpc.pb.h"
+#include "latentd/v1/model.grpc.pb.h"
+#include "latentd/v1/server.grpc.pb.h"
+#include "server/grpc_errors.h"
+#include "server/image_codec.h"
+#include "server/listener.h"
+#include "server/sha256.h"
+
+namespace latentd {
+namespace {
+
+using nlohmann::json;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+std::string TestPng() {
+  std::vector<uint8_t> pixels(16 * 16 * 3, 200);
+  return *EncodePng(pixels, 16, 16);
+}
+
+// Sends the events of a whole job to `send`.
+template <typename Send>
+void PlayJob(const v1::GenerateParams& params, const Send& send) {
+  v1::JobEvent event;
+  event.mutable_queued()->set_position(0);
+  send(event);
+  event.mutable_step()->set_index(1);
+  event.mutable_step()->set_count(1);
+  send(event);
+  event.mutable_preview()->set_data(TestPng());
+  send(event);
+  const std::string png = TestPng();
+  for (int i = 0; i < std::max(1, params.count()); ++i) {
+    auto* header = event.mutable_image_header();
+    header->set_index(i);
+    header->set_size(static_cast<int64_t>(png.size()));
+    header->set_width(16);
+    header->set_height(16);
+    header->set_seed(params.seed() + i);
+    header->set_sha256(Sha256Hex(params.prompt() == "damaged" ? "other" : png));
+    send(event);
+    for (size_t at = 0; at < png.size(); at += 50) {
+      event.mutable_image_chunk()->set_index(i);
+      event.mutable_image_chunk()->set_offset(static_cast<int64_t>(at));
+      event.mutable_image_chunk()->set_data(png.substr(at, 50));
+      send(event);
+    }
+  }
+  if (params.prompt() == "cut") return;
+  *event.mutable_done()->mutable_params() = params;
+  auto* report = event.mutable_done()->add_loras();
+  report->set_name("night");
+  report->set_layers_in_file(5);
+  report->set_unmatched_count(2);
+  report->add_unmatched_samples("odd.layer");
+  send(event);
+}
+
+absl::Status NoModel(const std::string& name) {
+  return MakeError(absl::StatusCode::kNotFound, "MODEL_NOT_FOUND",
+                   absl::StrCat("no model named '", name, "'"), {{"model", name}});
+}
+
+// More than trailers can hold.
+absl::Status HugeError() {
+  ErrorDetails details;
+  for (int i = 0; i < 50; ++i) details[absl::StrCat("key", i)] = std::string(1000, 'x');
+  return MakeError(absl::StatusCode::kAborted, "HUGE_ERROR", std::string(20000, 'y'), details);
+}
+
+class FakeDenoise : public v1::DenoiseService::Service {
+ public:
+  grpc::Status Generate(grpc::ServerContext* context, const v1::GenerateRequest* request,
+                        grpc::ServerWriter<v1::GenerateResponse>* writer) override {
+    last_request = *request;
+    if (request->model() == "missing") return ToGrpcStatus(NoModel("missing"));
+    if (request->model() == "huge") return ToGrpcStatus(HugeError());
+    const auto send = [&](const v1::JobEvent& event) {
+      v1::GenerateResponse response;
+      response.set_session("s");
+      response.set_job_id("j");
+      *response.mutable_event() = event;
+      writer->Write(response);
+    };
+    if (request->params().prompt() == "forever") {
+      v1::JobEvent event;
+      event.mutable_step()->set_index(1);
+      send(event);
+      while (!context->IsCancelled()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      cancelled = true;
+      return grpc::Status::CANCELLED;
+    }
+    PlayJob(request->params(), send);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Session(grpc::ServerContext* context,
+                       grpc::ServerReaderWriter<v1::SessionResponse, v1::SessionRequest>* stream) override {
+    v1::SessionRequest request;
+    while (stream->Read(&request)) {
+      v1::SessionResponse response;
+      response.set_request_id(request.request_id());
+      if (request.has_open()) {
+        if (request.open().model() == "missing") return ToGrpcStatus(NoModel("missing"));
+        response.mutable_opened()->set_session("s");
+        response.mutable_opened()->set_model(request.open().model());
+        stream->Write(response);
+      } else if (request.has_set_loras()) {
+        if (request.set_loras().loras_size() > 0 && request.set_loras().loras(0).name() == "missing") {
+          *response.mutable_error()->mutable_status() = ToRpcStatus(
+              MakeError(absl::StatusCode::kNotFound, "LORA_NOT_FOUND", "no LoRA named 'missing'"));
+        } else {
+          response.mutable_loras_set()->add_loras();
+        }
+        stream->Write(response);
+      } else if (request.has_denoise()) {
+        PlayJob(request.denoise().params(), [&](const v1::JobEvent& event) {
+          response.mutable_job_event()->set_job_id(request.denoise().job_id());
+          *response.mutable_job_event()->mutable_event() = event;
+          stream->Write(response);
+        });
+      } else if (request.has_close()) {
+        response.mutable_closed()->set_reason(v1::SessionResponse::Closed::REASON_CLOSED_BY_CLIENT);
+        stream->Write(response);
+        return grpc::Status::OK;
+      }
+    }
+    cancelled = context->IsCancelled();
+    return grpc::Status::OK;
+  }
+
+  v1::GenerateRequest last_request;
+  std::atomic<bool> cancelled = false;
+};
+
+class FakeModels : public v1::ModelService::Service {
+ public:
+  // Two pages.
+  grpc::Status ListModels(grpc::ServerContext*, const v1::ListModelsRequest* request,
+                          v1::ListModelsResponse* response) override {
+    auto* model = response->add_models();
+    model->set_name(request->page_token().empty() ? "first" : "second");
+    model->set_family("flux");
+    model->mutable_defaults()->set_width(128);
+    model->mutable_defaults()->set_height(128);
+    model->mutable_defaults()->set_steps(12);
+    auto* component = model->add_components();
+    component->set_name("transformer");
+    component->set_storage_type("bf16");
+    component->set_bytes(3 << 20);
+    if (request->page_token().empty()) response->set_next_page_token("next");
+    return grpc::Status::OK;
+  }
+  grpc::Status ListLoras(grpc::ServerContext*, const v1::ListLorasRequest*,
+                         v1::ListLorasResponse* response) override {
+    response->add_loras()->set_name("night");
+    return grpc::Status::OK;
+  }
+  grpc::Status InspectLora(grpc::ServerContext*, const v1::InspectLoraRequest* request,
+                           v1::InspectLoraResponse* response) override {
+    response->mutable_lora()->set_name(request->name());
+    (*response->mutable_layers_by_rank())[8] = 24;
+    if (request->has_model()) (*response->mutable_match()->mutable_matched())["transformer"] = 24;
+    return grpc::Status::OK;
+  }
+};
+
+class FakeCache : public v1::CacheService::Service {
+ public:
+  grpc::Status GetCacheStats(grpc::ServerContext*, const v1::GetCacheStatsRequest*,
+                             v1::GetCacheStatsResponse* response) override {
+    auto* record = response->add_records();
+    record->set_key("night@1/lora");
+    record->set_kind("lora");
+    record->set_bytes(160 * 1024);
+    record->set_lock_count(1);
+    record->add_holders("session-1");
+    response->mutable_ram_budget()->set_cap_bytes(int64_t{8} << 30);
+    return grpc::Status::OK;
+  }
+  grpc::Status TrimCache(grpc::ServerContext*, const v1::TrimCacheRequest* request,
+                         v1::TrimCacheResponse* response) override {
+    response->set_freed_bytes(request->has_bytes() ? request->bytes() : 7);
+    return grpc::Status::OK;
+  }
+  grpc::Status DropModel(grpc::ServerContext*, const v1::DropModelRequest*,
+                         v1::DropModelResponse* response) override {
+    response->set_evicted_records(4);
+    return grpc::Status::OK;
+  }
+};
+
+class FakeServer : public v1::ServerService::Service {
+ public:
+  grpc::Status GetServerInfo(grpc::ServerContext*, const v1::GetServerInfoRequest*,
+                             v1::GetServerInfoResponse* response) override {
+    response->set_version("9.9");
+    response->add_samplers("euler");
+    return grpc::Status::OK;
+  }
+  grpc::Status ListSessions(grpc::ServerContext*, const v1::ListSessionsRequest*,
+                            v1::ListSessionsResponse* response) override {
+    auto* session = response->add_sessions();
+    session->set_session("abc");
+    session->set_state(v1::SessionInfo::STATE_BUSY);
+    auto* job = session->add_jobs();
+    job->set_job_id("job-1");
+    job->set_phase(v1::JobInfo::PHASE_DENOISING);
+    job->set_step(3);
+    job->set_steps(12);
+    return grpc::Status::OK;
+  }
+  grpc::Status CancelJob(grpc::ServerContext*, const v1::CancelJobRequest* request,
+                         v1::CancelJobResponse*) override {
+    if (request->session() == "abc") return grpc::Status::OK;
+    return ToGrpcStatus(MakeError(absl::StatusCode::kNotFound, "SESSION_NOT_FOUND", "no such session"));
+  }
+};
+
+class FakeHealth : public grpc::health::v1::Health::Service {
+ public:
+  grpc::Status Check(grpc::ServerContext*, const grpc::health::v1::HealthCheckRequest* request,
+                     grpc::health::v1::HealthCheckResponse* response) override {
+    response->set_status(request->service().empty() ? grpc::health::v1::HealthCheckResponse::SERVING
+                                                    : grpc::health::v1::HealthCheckResponse::NOT_SERVING);
+    return grpc::Status::OK;
+  }
+};
+
+// A stdin on which nothing comes and which stays open.
+constexpr char kNeverEnds[] = "(never ends)";
+
+struct Outcome {
+  int code = -1;
+  std::string out, err;
+};
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+class LatentctlTest : public ::testing::Test {
+ protected:
+  LatentctlTest() : folder_(absl::StrCat(::testing::TempDir(), "/latentctl_", getpid())) {
+    std::filesystem::remove_all(folder_);
+    std::filesystem::create_directories(folder_);
+    address_ = absl::StrCat("unix:", folder_, "/s.sock");
+    auto listener = Listener::Bind({.addresses = {address_}});
+    EXPECT_TRUE(listener.ok()) << listener.status();
+    listener_ = *std::move(listener);
+    grpc::ServerBuilder builder;
+    for (grpc::Service* service :
+         std::initializer_list<grpc::Service*>{&denoise_, &models_, &cache_, &info_, &health_}) {
+      builder.RegisterService(service);
+    }
+    listener_->AddTo(builder, grpc::InsecureServerCredentials());
+    server_ = builder.BuildAndStart();
+    listener_->Start();
+  }
+
+  ~LatentctlTest() override {
+    listener_->Stop();
+    server_->Shutdown(std::chrono::system_clock::now());
+    std::filesystem::remove_all(folder_);
+  }
+
+  // Starts latentctl in the test's folder.
+  pid_t Start(std::vector<std::string> args, const std::string& input) {
+    const char* program = std::getenv("LATENTCTL");
+    if (program == nullptr) ADD_FAILURE() << "LATENTCTL is not set; run this through ctest";
+    if (input == kNeverEnds) {
+      EXPECT_EQ(mkfifo((folder_ + "/in").c_str(), 0600), 0);
+    } else {
+      std::ofstream(folder_ + "/in") << input;
+    }
+    args.insert(args.begin(), "latentctl");
+    std::vector<char*> argv;
+    for (std::string& arg : args) argv.push_back(arg.data());
+    argv.push_back(nullptr);
+    std::string variable = "LATENTD_ADDRESS=" + address_;
+    char* environment[] = {variable.data(), nullptr};
+    posix_spawn_file_actions_t files;
+    posix_spawn_file_actions_init(&files);
+    posix_spawn_file_actions_addchdir_np(&files, folder_.c_str());
+    posix_spawn_file_actions_addopen(&files, 0, "in", input == kNeverEnds ? O_RDWR : O_RDONLY, 0);
+    posix_spawn_file_actions_addopen(&files, 1, "out", O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    posix_spawn_file_actions_addopen(&files, 2, "err", O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    pid_t pid = -1;
+    EXPECT_EQ(posix_spawn(&pid, program, &files, nullptr, argv.data(), environment), 0);
+    posix_spawn_file_actions_destroy(&files);
+    return pid;
+  }
+
+  Outcome Wait(pid_t pid) {
+    int status = 0;
+    waitpid(pid, &status, 0);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, ReadFile(folder_ + "/out"),
+            ReadFile(folder_ + "/err")};
+  }
+
+  Outcome Ctl(std::vector<std::string> args, const std::string& input = "") {
+    return Wait(Start(std::move(args), input));
+  }
+
+  std::string File(const std::string& name) { return ReadFile(folder_ + "/" + name); }
+
+  const std::string folder_;
+  std::string address_;
+  FakeDenoise denoise_;
+  FakeModels models_;
+  FakeCache cache_;
+  FakeServer info_;
+  FakeHealth health_;
+  std::unique_ptr<Listener> listener_;
+  std::unique_ptr<grpc::Server> server_;
+};
+
+std::vector<json> JsonLines(const std::string& text) {
+  std::vector<json> out;
+  for (absl::string_view line : absl::StrSplit(text, '\n', absl::SkipEmpty())) {
+    out.push_back(json::parse(std::string(line)));
+  }
+  return out;
+}
+
+TEST_F(LatentctlTest, GenerateSavesThePicture) {
+  const Outcome outcome = Ctl({"generate", "a circle", "--seed", "7", "-o", "a.png"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(File("a.png"), TestPng());
+  EXPECT_THAT(outcome.out, StartsWith("a.png  16×16  seed 7  "));
+  EXPECT_THAT(outcome.err, HasSubstr("done in "));
+  EXPECT_THAT(outcome.err,
+              HasSubstr("LoRA night: 2 of 5 layers fit no component of the model, such as odd.layer"));
+}
+
+TEST_F(LatentctlTest, GenerateNamesTheFileAfterTheSeed) {
+  EXPECT_EQ(Ctl({"generate", "a circle", "--seed", "7"}).code, 0);
+  EXPECT_EQ(File("latentd-7.png"), TestPng());
+}
+
+TEST_F(LatentctlTest, GenerateSavesSeveralPictures) {
+  EXPECT_EQ(Ctl({"generate", "a circle", "--count", "2", "-o", "a.png"}).code, 0);
+  EXPECT_EQ(File("a-0.png"), TestPng());
+  EXPECT_EQ(File("a-1.png"), TestPng());
+}
+
+TEST_F(LatentctlTest, GenerateWritesThePictureToStdout) {
+  const Outcome outcome = Ctl({"generate", "a circle", "-o", "-"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(outcome.out, TestPng());
+}
+
+TEST_F(LatentctlTest, GenerateSendsWhatTheFlagsSayAndNothingElse) {
+  std::ofstream(folder_ + "/start.png") << "png";
+  ASSERT_EQ(
+      Ctl({"generate",  "--prompt",   "-dash", "--model",      "m",       "--lora",          "a",   "--lora",
+           "b:-0.5",    "--negative", "n",     "--steps",      "4",       "--guidance",      "2.5", "--image",
+           "start.png", "--strength", "0.4",   "--patch-mode", "sidecar", "--preview-every", "3",   "-o",
+           "x.jpg"})
+          .code,
+      0);
+  const v1::GenerateRequest& request = denoise_.last_request;
+  EXPECT_EQ(request.model(), "m");
+  EXPECT_EQ(request.patch_mode(), v1::PATCH_MODE_SIDECAR);
+  ASSERT_EQ(request.loras_size(), 2);
+  EXPECT_FALSE(request.loras(0).has_weight());
+  EXPECT_EQ(request.loras(1).weight(), -0.5);
+  const v1::GenerateParams& params = request.params();
+  EXPECT_EQ(params.prompt(), "-dash");
+  EXPECT_EQ(params.negative_prompt(), "n");
+  EXPECT_EQ(params.steps(), 4);
+  EXPECT_EQ(params.guidance(), 2.5);
+  EXPECT_EQ(params.init_image().data(), "png");
+  EXPECT_EQ(params.init_image().strength(), 0.4);
+  EXPECT_EQ(params.preview_every(), 3);
+  EXPECT_EQ(params.image_format(), v1::IMAGE_FORMAT_JPEG);
+  EXPECT_FALSE(params.has_width() || params.has_height() || params.has_seed() || params.has_count() ||
+               params.has_true_cfg_scale());
+}
+
+TEST_F(LatentctlTest, GenerateInJsonPrintsOneEventALineAndNothingElse) {
+  const Outcome outcome = Ctl({"generate", "a circle", "--json"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const auto lines = JsonLines(outcome.out);
+  ASSERT_GE(lines.size(), 6u);
+  EXPECT_EQ(lines[0]["event"]["queued"]["position"], 0);
+  EXPECT_EQ(lines[3]["event"]["imageHeader"]["sha256"], Sha256Hex(TestPng()));
+  EXPECT_EQ(lines[4]["event"]["imageChunk"]["data"], "");
+  EXPECT_TRUE(lines.back()["event"].contains("done"));
+  EXPECT_EQ(outcome.err, "");
+}
+
+TEST_F(LatentctlTest, GenerateInRawJsonHasThePicture) {
+  const auto lines = JsonLines(Ctl({"generate", "a circle", "--json", "--raw"}).out);
+  EXPECT_THAT(lines[4]["event"]["imageChunk"]["data"].get<std::string>(), StartsWith("iVBOR"));
+}
+
+TEST_F(LatentctlTest, GenerateShowsThePictureInHalfBlocks) {
+  const Outcome outcome = Ctl({"generate", "a circle", "--show"});
+  EXPECT_THAT(outcome.out, HasSubstr("\x1b[38;2;200;200;200m\x1b[48;2;200;200;200m▀▀"));
+  EXPECT_FALSE(std::filesystem::exists(folder_ + "/latentd-0.png"));
+}
+
+TEST_F(LatentctlTest, ADamagedPictureIsNotSaved) {
+  const Outcome outcome = Ctl({"generate", "damaged", "-o", "a.png"});
+  EXPECT_EQ(outcome.code, 4);
+  EXPECT_THAT(outcome.err, HasSubstr("DAMAGED_DATA"));
+  EXPECT_FALSE(std::filesystem::exists(folder_ + "/a.png"));
+}
+
+TEST_F(LatentctlTest, AStreamThatEndsTooEarlyIsAnError) {
+  EXPECT_EQ(Ctl({"generate", "cut", "-o", "a.png"}).code, 4);
+}
+
+TEST_F(LatentctlTest, AServersErrorIsShownWithReasonAndDetails) {
+  const Outcome outcome = Ctl({"generate", "a circle", "--model", "missing"});
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_EQ(outcome.err,
+            "latentctl: NOT_FOUND MODEL_NOT_FOUND: no model named 'missing'\n  model: missing\n");
+}
+
+TEST_F(LatentctlTest, AHugeErrorKeepsItsReasonOnTheWay) {
+  const Outcome outcome = Ctl({"generate", "a circle", "--model", "huge"});
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_THAT(outcome.err, StartsWith("latentctl: ABORTED HUGE_ERROR: yyy"));
+}
+
+TEST_F(LatentctlTest, AServersErrorIsAnObjectInJson) {
+  const Outcome outcome = Ctl({"--json", "generate", "a circle", "--model", "missing"});
+  EXPECT_EQ(outcome.out, "");
+  EXPECT_EQ(json::parse(outcome.err)["reason"], "MODEL_NOT_FOUND");
+}
+
+TEST_F(LatentctlTest, AnInterruptCancelsTheCall) {
+  const pid_t pid = Start({"generate", "forever", "--json"}, "");
+  for (int i = 0; i < 1000 && File("out").empty(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  kill(pid, SIGINT);
+  EXPECT_EQ(Wait(pid).code, 130);
+  for (int i = 0; i < 1000 && !denoise_.cancelled; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  EXPECT_TRUE(denoise_.cancelled);
+}
+
+TEST_F(LatentctlTest, TheTimeoutEndsTheCall) {
+  const Outcome outcome = Ctl({"--timeout", "100ms", "generate", "forever"});
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_THAT(outcome.err, HasSubstr("DEADLINE_EXCEEDED"));
+}
+
+TEST_F(LatentctlTest, WithoutADaemonItSaysWhereItLooked) {
+  const Outcome outcome = Ctl({"--address", "unix:/no/such.sock", "info"});
+  EXPECT_EQ(outcome.code, 3);
+  EXPECT_THAT(outcome.err, HasSubstr("no daemon answers at unix:/no/such.sock"));
+}
+
+TEST_F(LatentctlTest, AWrongCommandLineHasItsOwnExitCode) {
+  EXPECT_EQ(Ctl({}).code, 2);
+  EXPECT_EQ(Ctl({"paint"}).code, 2);
+  EXPECT_EQ(Ctl({"generate", "x", "--strength", "0.5"}).code, 2);
+  EXPECT_EQ(Ctl({"generate", "x", "--steps", "many"}).code, 2);
+}
+
+TEST_F(LatentctlTest, AMissingInitImageIsALocalError) {
+  const Outcome outcome = Ctl({"generate", "x", "--image", "nowhere.png"});
+  EXPECT_EQ(outcome.code, 4);
+  EXPECT_THAT(outcome.err, HasSubstr("nowhere.png"));
+}
+
+TEST_F(LatentctlTest, ModelsListsAllPages) {
+  EXPECT_EQ(Ctl({"models"}).out,
+            "NAME    FAMILY  VARIANT  SIZE      PARAMETERS  DEFAULTS           COMPONENTS\n"
+            "first   flux             3.00 MiB  0.0 M       128×128, 12 steps  transformer bf16\n"
+            "second  flux             3.00 MiB  0.0 M       128×128, 12 steps  transformer bf16\n");
+  EXPECT_EQ(json::parse(Ctl({"models", "--json"}).out)["models"].size(), 2u);
+}
+
+TEST_F(LatentctlTest, LorasAreListedAndInspected) {
+  EXPECT_THAT(Ctl({"loras"}).out, HasSubstr("night"));
+  const std::string out = Ctl({"inspect-lora", "night", "--model", "m"}).out;
+  EXPECT_THAT(out, HasSubstr("24 of rank 8"));
+  EXPECT_THAT(out, HasSubstr("transformer 24"));
+}
+
+TEST_F(LatentctlTest, CacheShowsRecordsAndWhoHoldsThem) {
+  const std::string out = Ctl({"cache"}).out;
+  EXPECT_THAT(out, HasSubstr("0 B in use, 0 B reserved, of 8.00 GiB"));
+  EXPECT_THAT(out, HasSubstr("night@1/lora  lora  160.0 KiB      1  session-1"));
+}
+
+TEST_F(LatentctlTest, CacheTrimsAndDrops) {
+  EXPECT_EQ(Ctl({"cache", "--trim"}).out, "freed 7 B\n");
+  EXPECT_EQ(Ctl({"cache", "--trim", "2MiB"}).out, "freed 2.00 MiB\n");
+  EXPECT_THAT(Ctl({"cache", "--drop", "m"}).out, HasSubstr("evicted 4 records"));
+  EXPECT_EQ(Ctl({"cache", "--trim", "lots"}).code, 2);
+}
+
+TEST_F(LatentctlTest, SessionsShowsJobsAndCancelsThem) {
+  const std::string out = Ctl({"sessions"}).out;
+  EXPECT_THAT(out, HasSubstr("busy"));
+  EXPECT_THAT(out, HasSubstr("job-1  denoising  3/12"));
+  EXPECT_EQ(Ctl({"sessions", "--cancel", "abc", "job-1"}).code, 0);
+  EXPECT_EQ(Ctl({"sessions", "--cancel", "xyz", "job-1"}).code, 1);
+}
+
+TEST_F(LatentctlTest, HealthIsInTheExitCode) {
+  EXPECT_EQ(Ctl({"health"}).code, 0);
+  EXPECT_EQ(Ctl({"health"}).out, "SERVING\n");
+  EXPECT_EQ(Ctl({"health", "some.Service"}).code, 1);
+  EXPECT_EQ(Ctl({"--address", "unix:/no/such.sock", "health"}).code, 1);
+}
+
+TEST_F(LatentctlTest, InfoShowsTheVersion) {
+  EXPECT_THAT(Ctl({"info"}).out, HasSubstr("version        9.9\n"));
+  EXPECT_EQ(json::parse(Ctl({"--json", "info"}).out)["samplers"][0], "euler");
+}
+
+TEST_F(LatentctlTest, SessionDoesWhatTheLinesSay) {
+  const Outcome outcome = Ctl({"session", "-m", "m", "-o", "{job}.png"},
+                              "loras a:1 b:0.5\nset seed 9\ngenerate one\ngenerate two\nwait\nclose\n");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(File("job-1.png"), TestPng());
+  EXPECT_EQ(File("job-2.png"), TestPng());
+  EXPECT_THAT(outcome.out,
+              StartsWith("session s with m, 0 LoRAs\nLoRAs set: 1\njob-1: job-1.png  16×16  seed 9"));
+  EXPECT_THAT(outcome.out, HasSubstr("\nclosed\n"));
+}
+
+TEST_F(LatentctlTest, SessionFinishesItsJobsWhenStdinEnds) {
+  const Outcome outcome = Ctl({"session", "--json"}, "generate one");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const auto lines = JsonLines(outcome.out);
+  EXPECT_EQ(lines[0]["requestId"], "open");
+  EXPECT_TRUE(lines.back()["jobEvent"]["event"].contains("done"));
+}
+
+TEST_F(LatentctlTest, SessionGoesOnAfterARequestThatFailed) {
+  const Outcome outcome = Ctl({"session", "-o", "{job}.png"}, "loras missing\ngenerate one\nwait\nclose\n");
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_THAT(outcome.err, HasSubstr("NOT_FOUND LORA_NOT_FOUND: request-1: no LoRA named 'missing'"));
+  EXPECT_EQ(File("job-1.png"), TestPng());
+}
+
+TEST_F(LatentctlTest, SessionGoesOnAfterALineItCannotRead) {
+  const Outcome outcome = Ctl({"session"}, "paint\nclose\n");
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, HasSubstr("cannot read 'paint'"));
+  EXPECT_THAT(outcome.out, HasSubstr("closed"));
+}
+
+TEST_F(LatentctlTest, SessionEndsWithTheStreamThoughStdinIsOpen) {
+  const Outcome outcome = Ctl({"session", "-m", "missing"}, kNeverEnds);
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_THAT(outcome.err, HasSubstr("MODEL_NOT_FOUND"));
+}
+
+}  // namespace
+}  // namespace latentd
