@@ -31,19 +31,15 @@ FluxModulation DescribeModulation(ComponentLayout& layout, const std::string& na
   return {Linear::Describe(layout, name, dim, parts * dim), dim};
 }
 
-struct Heads {
-  at::Tensor q, k, v;  // [1, tokens, heads, head_dim]
-};
-
-// Queries and keys are normalised per head.
-template <typename Projections>
-Heads Project(const WeightView& w, const Projections& p, const at::Tensor& x, int64_t head_dim) {
-  return {p.norm_q(w, SplitHeads(p.q(w, x), head_dim)), p.norm_k(w, SplitHeads(p.k(w, x), head_dim)),
-          SplitHeads(p.v(w, x), head_dim)};
+// Queries or keys of x, normalised per head and turned by their tokens' angles, into `out`.
+void ProjectAndTurn(const WeightView& w, const Linear& linear, const RmsNorm& norm, const at::Tensor& x,
+                    const at::Tensor& angles, const at::Tensor& out) {
+  NormRopeTo(out, linear(w, x), w(norm.weight), norm.eps, angles);
 }
 
-at::Tensor RotatedAttention(Heads heads, const at::Tensor& rope) {
-  return Attention(ApplyRopeInPlace(heads.q, rope), ApplyRopeInPlace(heads.k, rope), heads.v);
+// [1, tokens, heads, head_dim] for what ProjectAndTurn writes.
+at::Tensor EmptyHeads(const at::Tensor& x, int64_t tokens, int64_t head_dim) {
+  return at::empty({1, tokens, x.size(2) / head_dim, head_dim}, x.options());
 }
 
 }  // namespace
@@ -91,18 +87,24 @@ void FluxDoubleBlock::operator()(const WeightView& w, FluxTokens& tokens, const 
   const std::vector<at::Tensor> image_mod = Modulate(w, image.modulation, vec, {kScale, kMlpScale});
   const std::vector<at::Tensor> text_mod = Modulate(w, text.modulation, vec, {kScale, kMlpScale});
 
-  const Heads i = Project(w, image, ModulatedNorm(tokens.image, image_mod[kScale], image_mod[kShift]), head_dim);
-  const Heads t = Project(w, text, ModulatedNorm(tokens.text, text_mod[kScale], text_mod[kShift]), head_dim);
-  const at::Tensor attended =
-      RotatedAttention({at::cat({t.q, i.q}, 1), at::cat({t.k, i.k}, 1), at::cat({t.v, i.v}, 1)}, rope);
+  const at::Tensor image_in = ModulatedNorm(tokens.image, image_mod[kScale], image_mod[kShift]);
+  const at::Tensor text_in = ModulatedNorm(tokens.text, text_mod[kScale], text_mod[kShift]);
+  const int64_t n = tokens.text.size(1), m = tokens.image.size(1);
+  const at::Tensor text_angles = rope.narrow(0, 0, n), image_angles = rope.narrow(0, n, m);
+  const at::Tensor q = EmptyHeads(text_in, n + m, head_dim), k = at::empty_like(q);
+  ProjectAndTurn(w, text.q, text.norm_q, text_in, text_angles, q.narrow(1, 0, n));
+  ProjectAndTurn(w, image.q, image.norm_q, image_in, image_angles, q.narrow(1, n, m));
+  ProjectAndTurn(w, text.k, text.norm_k, text_in, text_angles, k.narrow(1, 0, n));
+  ProjectAndTurn(w, image.k, image.norm_k, image_in, image_angles, k.narrow(1, n, m));
+  const at::Tensor v = at::cat({text.v(w, text_in), image.v(w, image_in)}, 1);
+  const at::Tensor attended = Attention(q, k, SplitHeads(v, head_dim));
 
   auto finish = [&](const FluxStream& stream, at::Tensor& x, const at::Tensor& a, const std::vector<at::Tensor>& mod) {
     x.addcmul_(stream.out(w, a), mod[kGate]);
     x.addcmul_(stream.mlp(w, ModulatedNorm(x, mod[kMlpScale], mod[kMlpShift])), mod[kMlpGate]);
   };
-  const int64_t n = tokens.text.size(1);
   finish(text, tokens.text, attended.narrow(1, 0, n), text_mod);
-  finish(image, tokens.image, attended.narrow(1, n, tokens.image.size(1)), image_mod);
+  finish(image, tokens.image, attended.narrow(1, n, m), image_mod);
 }
 
 FluxSingleBlock FluxSingleBlock::Describe(ComponentLayout& layout, const std::string& name,
@@ -123,20 +125,26 @@ FluxSingleBlock FluxSingleBlock::Describe(ComponentLayout& layout, const std::st
 }
 
 void FluxSingleBlock::operator()(const WeightView& w, FluxTokens& tokens, const at::Tensor& vec,
-                                 const at::Tensor& rope) const {
+                                 const at::Tensor& rope, bool image_only) const {
   enum { kShift, kScale, kGate };
-  at::Tensor& x = tokens.joint;
   const std::vector<at::Tensor> mod = Modulate(w, modulation, vec, {kScale});
-  const at::Tensor n = ModulatedNorm(x, mod[kScale], mod[kShift]);
-  const at::Tensor attended = RotatedAttention(Project(w, *this, n, head_dim), rope);
-  const at::Tensor hidden = mlp(w, n);
+  const at::Tensor all_in = ModulatedNorm(tokens.joint, mod[kScale], mod[kShift]);
+  // What is asked of (queries, MLP, result): all tokens, or those of the picture.
+  at::Tensor& x = image_only ? tokens.image : tokens.joint;
+  const int64_t all = all_in.size(1), first = all - x.size(1);
+  const at::Tensor in = all_in.narrow(1, first, x.size(1));
+
+  const at::Tensor queries = EmptyHeads(in, x.size(1), head_dim), keys = EmptyHeads(in, all, head_dim);
+  ProjectAndTurn(w, q, norm_q, in, rope.narrow(0, first, x.size(1)), queries);
+  ProjectAndTurn(w, k, norm_k, all_in, rope, keys);
+  const at::Tensor attended = Attention(queries, keys, SplitHeads(v(w, all_in), head_dim));
+  const at::Tensor hidden = mlp(w, in);
 
   // [attention | gelu(mlp)], the activation written where it is needed.
   const int64_t dim = attended.size(2);
-  at::Tensor both = at::empty({1, x.size(1), dim + hidden.size(2)}, x.options());
+  const at::Tensor both = at::empty({1, x.size(1), dim + hidden.size(2)}, x.options());
   both.narrow(2, 0, dim).copy_(attended);
-  at::Tensor right = both.narrow(2, dim, hidden.size(2));
-  at::gelu_out(right, hidden, "tanh");
+  GeluTanhTo(both.narrow(2, dim, hidden.size(2)), hidden);
   x.addcmul_(out(w, both), mod[kGate]);
 }
 
@@ -201,7 +209,9 @@ at::Tensor FluxTransformer::operator()(const WeightView& w, const at::Tensor& x,
                                        const FluxText& text) const {
   FluxTokens tokens = FluxTokens::Join(text.tokens, x_embedder_(w, x));
   for (const FluxDoubleBlock& block : double_blocks_) block(w, tokens, vec, text.rope);
-  for (const FluxSingleBlock& block : single_blocks_) block(w, tokens, vec, text.rope);
+  for (const FluxSingleBlock& block : single_blocks_) {
+    block(w, tokens, vec, text.rope, /*image_only=*/&block == &single_blocks_.back());
+  }
   enum { kScale, kShift };
   const std::vector<at::Tensor> mod = Modulate(w, norm_out_, vec, {kScale});
   return proj_out_(w, ModulatedNorm(tokens.image, mod[kScale], mod[kShift]));

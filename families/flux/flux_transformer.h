@@ -66,7 +66,10 @@ struct FluxSingleBlock {
   RmsNorm norm_q, norm_k;
   int64_t head_dim = 0;
   static FluxSingleBlock Describe(ComponentLayout& layout, const std::string& name, const FluxConfig& config);
-  void operator()(const WeightView& w, FluxTokens& tokens, const at::Tensor& vec, const at::Tensor& rope) const;
+  // Changes the tokens in place; with `image_only`, the picture's alone: nobody reads the text that the last
+  // block would make.
+  void operator()(const WeightView& w, FluxTokens& tokens, const at::Tensor& vec, const at::Tensor& rope,
+                  bool image_only = false) const;
 };
 
 // What depends on the prompt and the picture's size alone.

@@ -1,10 +1,19 @@
 #include "families/nn/layers.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "ATen/ATen.h"
+#include "ATen/Parallel.h"
+#include "families/nn/kernels.h"
 
 namespace latentd {
+namespace {
+
+// Below that, a second thread costs more than it saves.
+constexpr int64_t kElementsPerThread = 32768;
+
+}  // namespace
 
 Linear Linear::Describe(ComponentLayout& layout, const std::string& name, int64_t in, int64_t out,
                         bool with_bias) {
@@ -77,13 +86,30 @@ at::Tensor Embedding::operator()(const WeightView& w, const at::Tensor& ids) con
 
 at::Tensor ActivateInPlace(Activation kind, at::Tensor x) {
   switch (kind) {
-    case Activation::kGeluTanh: return at::gelu_(x, "tanh");
+    case Activation::kGeluTanh: GeluTanhTo(x, x); return x;
     case Activation::kGeluErf: return at::gelu_(x);
     case Activation::kQuickGelu: return x.mul_(at::sigmoid(x * 1.702));
     case Activation::kRelu: return x.relu_();
     case Activation::kSilu: return at::silu_(x);
   }
   return x;
+}
+
+void GeluTanhTo(at::Tensor out, const at::Tensor& x) {
+  const bool own_kernel = x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous() && out.stride(-1) == 1 &&
+                          out.numel() > 0 && (out.is_contiguous() || (out.dim() == 3 && out.size(0) == 1));
+  if (!own_kernel) {
+    at::gelu_out(out, x, "tanh");
+    return;
+  }
+  const int64_t width = x.size(-1), rows = x.numel() / width;
+  const int64_t stride = out.is_contiguous() ? width : out.stride(-2);
+  const float* from = x.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  const int64_t grain = std::max<int64_t>(1, kElementsPerThread / width);
+  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) GeluTanhKernel(from + row * width, to + row * stride, width);
+  });
 }
 
 at::Tensor FeedForward::operator()(const WeightView& w, const at::Tensor& x) const {

@@ -77,6 +77,9 @@ enum class Activation { kGeluTanh, kGeluErf, kQuickGelu, kRelu, kSilu };
 // Applies `kind`; may overwrite `x` and return it. Quick GELU is x·sigmoid(1.702x).
 at::Tensor ActivateInPlace(Activation kind, at::Tensor x);
 
+// out = gelu_tanh(x). `out` has x's shape and may be a slice of wider rows.
+void GeluTanhTo(at::Tensor out, const at::Tensor& x);
+
 // out(act(in(x))).
 struct FeedForward {
   Linear in, out;

@@ -17,9 +17,9 @@ namespace latentd {
 // `axes`: channels per axis, even, summing to head_dim. Angles are computed in fp64: position · theta^(−2j/d).
 at::Tensor RopeTable(const at::Tensor& positions, const std::vector<int64_t>& axes, double theta = 10000);
 
-// Turns x [batch, tokens, heads, head_dim] by `table`, in place; returns x. REQUIRES: x is fp32, contiguous,
-// and not in use elsewhere.
-at::Tensor ApplyRopeInPlace(at::Tensor x, const at::Tensor& table);
+// What queries and keys go through: RMS norm of every head, then the turn by `table`.
+// x: [1, tokens, heads · head_dim] fp32; weight: [head_dim]; out: [1, tokens, heads, head_dim], contiguous.
+void NormRopeTo(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, double eps, const at::Tensor& table);
 
 }  // namespace latentd
 

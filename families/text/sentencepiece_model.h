@@ -1,5 +1,4 @@
-// The sentencepiece library behind a small wall: its header declares a std::string_view of its own in
-// namespace absl, so it cannot share a translation unit with Abseil. Hence no absl types here.
+// The sentencepiece library, from its plug-in (sentencepiece_plugin.h says why).
 //
 // Immutable after Load; any thread.
 #ifndef LATENTD_FAMILIES_TEXT_SENTENCEPIECE_MODEL_H_
@@ -9,12 +8,14 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
+
 namespace latentd {
 
 class SentencePieceModel {
  public:
-  // Null when `bytes` are no model.
-  static std::unique_ptr<const SentencePieceModel> Load(const std::string& bytes);
+  // Null when `bytes` are no model. Errors: INTERNAL PLUGIN_MISSING when the plug-in is not installed.
+  static absl::StatusOr<std::unique_ptr<const SentencePieceModel>> Load(const std::string& bytes);
   ~SentencePieceModel();
 
   std::vector<int> Encode(const std::string& text) const;
@@ -24,9 +25,8 @@ class SentencePieceModel {
   int unknown_id() const;
 
  private:
-  struct Impl;
-  explicit SentencePieceModel(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  explicit SentencePieceModel(void* model) : model_(model) {}
+  void* const model_;
 };
 
 }  // namespace latentd

@@ -33,7 +33,7 @@ absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::
   const std::string label = ShortPath(path);
   ASSIGN_OR_RETURN(const std::string bytes, ReadTextFile(path, kMaxModelBytes));
   auto impl = std::make_unique<Impl>();
-  impl->model = SentencePieceModel::Load(bytes);
+  ASSIGN_OR_RETURN(impl->model, SentencePieceModel::Load(bytes));
   if (impl->model == nullptr) {
     return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE",
                      absl::StrCat(label, ": not a SentencePiece model"), {{"file", label}});

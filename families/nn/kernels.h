@@ -1,0 +1,24 @@
+// Element-wise passes that ATen has no single operator for, over plain fp32 arrays in host memory.
+//
+// Each is compiled for several instruction sets; the best one that the processor has is chosen once. Rows
+// are independent of each other, so a caller may share them out to threads without changing a bit.
+#ifndef LATENTD_FAMILIES_NN_KERNELS_H_
+#define LATENTD_FAMILIES_NN_KERNELS_H_
+
+#include <cstdint>
+
+namespace latentd {
+
+// y[i] = x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³))), to 2e-7 of |x|. x and y may be one array.
+// Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
+void GeluTanhKernel(const float* x, float* y, int64_t n);
+
+// For each of tokens × heads vectors of `dim`: x · rsqrt(mean(x²) + eps) · weight, then turned in pairs by the
+// token's angles. rope: [tokens, dim / 2] pairs (cos, sin). x and y: [tokens, heads, dim]; may be one array.
+// REQUIRES: dim is even.
+void NormRopeKernel(const float* x, const float* weight, const float* rope, float* y, int64_t tokens,
+                    int64_t heads, int64_t dim, float eps);
+
+}  // namespace latentd
+
+#endif  // LATENTD_FAMILIES_NN_KERNELS_H_
