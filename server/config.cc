@@ -68,8 +68,9 @@ const std::vector<ConfigKey>& Table() {
        false,
        {"auto", "direct", "sidecar"}},
       {"ram_cap", &Config::ram_cap,
-       "Host memory for weights and work; auto: half of the RAM less 2 GiB, at least 4 GiB.", Unit::kBytes,
-       kMiB, kAnySize, true},
+       "Host memory for weights and work; auto: half of the RAM less 2 GiB, at least 4 GiB, at most three "
+       "quarters.",
+       Unit::kBytes, kMiB, kAnySize, true},
       {"memory_wait_timeout", &Config::memory_wait_timeout,
        "How long a job waits for others to free memory."},
       {"session_idle_timeout", &Config::session_idle_timeout,
@@ -124,6 +125,14 @@ bool Holds(const ConfigKey& key) {
   return std::holds_alternative<T Config::*>(key.field);
 }
 
+// What a flag takes, for --help.
+std::string TypeName(const ConfigKey& key) {
+  if (!key.choices.empty()) return absl::StrCat("{", absl::StrJoin(key.choices, ","), "}");
+  if (Holds<absl::Duration>(key)) return "TIME";
+  if (Holds<int64_t>(key)) return key.unit == Unit::kBytes ? "SIZE" : "N";
+  return "TEXT";
+}
+
 absl::Status Invalid(absl::string_view key, absl::string_view message, ErrorDetails details = {}) {
   details["key"] = std::string(key);
   return MakeError(absl::StatusCode::kInvalidArgument, "INVALID_CONFIG", absl::StrCat(key, ": ", message),
@@ -173,7 +182,7 @@ struct SetFromText {
   }
   std::string operator()(int64_t& value) const {
     const std::string& text = texts.back();
-    if (key.has_auto && text == "auto") {
+    if (key.has_auto && (text == "auto" || text == "0")) {
       value = 0;
       return "";
     }
@@ -456,7 +465,7 @@ DaemonCommand ParseDaemonCommandLine(int argc, const char* const* argv, std::ost
       continue;
     }
     CLI::Option* option = app.add_option(absl::StrCat("--", flag), values[key.name], help);
-    option->expected(1)->type_name(Holds<int64_t>(key) ? "N" : Holds<absl::Duration>(key) ? "TIME" : "TEXT");
+    option->expected(1)->type_name(TypeName(key));
     option->multi_option_policy(Holds<Texts>(key) ? CLI::MultiOptionPolicy::TakeAll
                                                   : CLI::MultiOptionPolicy::TakeLast);
     options[key.name] = option;

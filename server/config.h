@@ -73,7 +73,7 @@ struct ConfigKey {
   const char* help;
   Unit unit = Unit::kNone;                // of an int64_t
   int64_t min = 0, max = 0;               // of an int64_t, inclusive
-  bool has_auto = false;                  // an int64_t that may be "auto", which is 0
+  bool has_auto = false;                  // an int64_t that may be "auto", which is 0 and may be written so
   std::vector<std::string> choices = {};  // of a string; empty: any text
 };
 

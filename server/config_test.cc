@@ -63,6 +63,13 @@ default_model = "shapes"
   EXPECT_EQ(config.default_model, "shapes");
 }
 
+TEST(ConfigToml, ZeroMeansAutoWhereThereIsAuto) {
+  Config config;
+  ASSERT_TRUE(ApplyToml("threads_per_device = 0\nram_cap = \"auto\"", "f.toml", config).ok());
+  EXPECT_EQ(config.threads_per_device, 0);
+  EXPECT_EQ(config.ram_cap, 0);
+}
+
 TEST(ConfigToml, AnUnknownKeyIsAnErrorWithFileAndLine) {
   EXPECT_THAT(TomlError("max_sessions = 1\n\nmax_sesions = 2\n"),
               StartsWith("f.toml:3: max_sesions: no such key"));

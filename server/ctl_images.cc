@@ -86,4 +86,17 @@ std::vector<std::string> DrawHalfBlocks(const RgbImage& image, int columns, int 
   return lines;
 }
 
+RgbImage EnlargeToFit(const RgbImage& image, int columns, int rows) {
+  const int factor = std::max(1, std::min(columns / image.width, 2 * rows / image.height));
+  RgbImage out{image.width * factor, image.height * factor, {}};
+  out.pixels.reserve(image.pixels.size() * factor * factor);
+  for (int y = 0; y < out.height; ++y) {
+    for (int x = 0; x < out.width; ++x) {
+      const uint8_t* p = &image.pixels[(static_cast<size_t>(y / factor) * image.width + x / factor) * 3];
+      out.pixels.insert(out.pixels.end(), p, p + 3);
+    }
+  }
+  return out;
+}
+
 }  // namespace latentd::ctl

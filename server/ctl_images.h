@@ -36,6 +36,9 @@ class ImageReceiver {
 // columns × rows characters.
 std::vector<std::string> DrawHalfBlocks(const RgbImage& image, int columns, int rows);
 
+// `image` enlarged by the largest whole number with which it fits into columns × rows characters.
+RgbImage EnlargeToFit(const RgbImage& image, int columns, int rows);
+
 }  // namespace latentd::ctl
 
 #endif  // LATENTD_SERVER_CTL_IMAGES_H_

@@ -241,7 +241,10 @@ void JobOutput::Draw(const std::string& file, bool final) {
   FILE* to = options_.out == "-" ? stderr : stdout;
   if (drawn_lines_ > 0) std::fprintf(to, "\x1b[%zuA", drawn_lines_);
   const winsize size = TerminalSize();
-  const std::vector<std::string> lines = DrawHalfBlocks(*image, size.ws_col, size.ws_row - 3);
+  const int columns = size.ws_col, rows = size.ws_row - 3;
+  // A preview is a fraction of the picture that follows it.
+  if (!final) *image = EnlargeToFit(*image, columns, rows);
+  const std::vector<std::string> lines = DrawHalfBlocks(*image, columns, rows);
   for (const std::string& line : lines)
     std::fprintf(to, "%s%s\n", drawn_lines_ > 0 ? "\x1b[K" : "", line.c_str());
   if (lines.size() < drawn_lines_) std::fprintf(to, "\x1b[J");

@@ -228,7 +228,11 @@ absl::StatusOr<SessionCommand> SessionScript::Parse(absl::string_view line) {
   if (line[0] == '{') {
     const auto status = pb::util::JsonStringToMessage(pb::StringPiece(line.data(), line.size()), &request);
     if (!status.ok()) return Usage(absl::StrCat("no SessionRequest: ", std::string(status.message())));
-    if (request.has_denoise()) last_job_ = request.denoise().job_id();
+    if (request.has_denoise()) {
+      // A name of the server's making would come too late to know the job's events by.
+      if (request.denoise().job_id().empty()) request.mutable_denoise()->set_job_id(NextJob());
+      last_job_ = request.denoise().job_id();
+    }
     return command;
   }
 
@@ -237,7 +241,7 @@ absl::StatusOr<SessionCommand> SessionScript::Parse(absl::string_view line) {
   const std::string rest(absl::StripAsciiWhitespace(words.second));
   request.set_request_id(absl::StrCat("request-", ++requests_));
   if (verb == "generate" && !rest.empty()) {
-    last_job_ = absl::StrCat("job-", ++jobs_);
+    last_job_ = NextJob();
     request.mutable_denoise()->set_job_id(last_job_);
     *request.mutable_denoise()->mutable_params() = params_;
     request.mutable_denoise()->mutable_params()->set_prompt(rest);

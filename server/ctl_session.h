@@ -38,6 +38,7 @@ class SessionScript {
   absl::StatusOr<SessionCommand> Parse(absl::string_view line);
 
  private:
+  std::string NextJob() { return "job-" + std::to_string(++jobs_); }
   absl::Status SetParam(const std::string& field, const std::string& value);
 
   v1::GenerateParams params_;

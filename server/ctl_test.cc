@@ -31,6 +31,7 @@ TEST(CtlText, TimesAreShort) {
   EXPECT_EQ(HumanMs(1234), "1.23 s");
   EXPECT_EQ(HumanMs(75400), "1 min 15 s");
   EXPECT_EQ(HumanMs(2 * 3600e3 + 60e3), "2 h 1 min");
+  EXPECT_EQ(HumanMs(600e3), "10 min");
 }
 
 TEST(CtlText, ATableAlignsItsColumns) {
@@ -153,6 +154,15 @@ TEST(CtlImages, APictureFitsIntoTheTerminal) {
   EXPECT_THAT(DrawHalfBlocks(high, 80, 24), SizeIs(24));
 }
 
+TEST(CtlImages, ASmallPictureIsEnlargedByAWholeNumber) {
+  const RgbImage image{2, 1, {1, 1, 1, 2, 2, 2}};
+  const RgbImage large = EnlargeToFit(image, 5, 24);
+  EXPECT_EQ(large.width, 4);
+  EXPECT_EQ(large.height, 2);
+  EXPECT_EQ(large.pixels, (std::vector<uint8_t>{1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2,  //
+                                                1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2}));
+}
+
 v1::SessionRequest Request(SessionScript& script, const std::string& line) {
   auto command = script.Parse(line);
   EXPECT_TRUE(command.ok()) << command.status();
@@ -212,6 +222,7 @@ TEST(CtlSession, AMessageCanBeGivenAsJson) {
   EXPECT_EQ(request.request_id(), "r");
   EXPECT_EQ(request.denoise().job_id(), "j");
   EXPECT_EQ(Request(script, "cancel").cancel().job_id(), "j");
+  EXPECT_EQ(Request(script, R"({"denoise": {}})").denoise().job_id(), "job-1");
 }
 
 TEST(CtlSession, EmptyLinesAndCommentsAreNothing) {

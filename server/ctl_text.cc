@@ -118,8 +118,11 @@ std::string HumanMs(double ms) {
   if (ms < 1000) return absl::StrFormat(ms < 10 ? "%.1f ms" : "%.0f ms", ms);
   if (ms < 60'000) return absl::StrFormat(ms < 10'000 ? "%.2f s" : "%.1f s", ms / 1000);
   const int64_t seconds = std::llround(ms / 1000);
-  if (seconds < 3600) return absl::StrCat(seconds / 60, " min ", seconds % 60, " s");
-  return absl::StrCat(seconds / 3600, " h ", seconds % 3600 / 60, " min");
+  const auto two = [](int64_t large, const char* unit, int64_t small, const char* small_unit) {
+    return small == 0 ? absl::StrCat(large, unit) : absl::StrCat(large, unit, " ", small, small_unit);
+  };
+  if (seconds < 3600) return two(seconds / 60, " min", seconds % 60, " s");
+  return two(seconds / 3600, " h", seconds % 3600 / 60, " min");
 }
 
 std::string TableText(const std::vector<std::vector<std::string>>& rows) { return Columned(rows, true); }

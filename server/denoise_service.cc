@@ -243,7 +243,7 @@ using GenerateWriter = StreamWriter<GenerateReactor, v1::GenerateResponse>;
 
 class GenerateStreamClient : public SessionClient {
  public:
-  GenerateStreamClient(std::shared_ptr<GenerateWriter> writer) : writer_(std::move(writer)) {}
+  explicit GenerateStreamClient(std::shared_ptr<GenerateWriter> writer) : writer_(std::move(writer)) {}
 
   void set_scope(const std::shared_ptr<SessionScope>& scope) {
     session_ = scope->id();
@@ -268,27 +268,19 @@ class GenerateStreamClient : public SessionClient {
     writer_->Send(std::move(response), is_preview);
   }
 
-  void OnEnded(EndReason, const absl::Status& status) override {
-    MutexLock lock(&mu_);
-    writer_->Finish(ToGrpcStatus(failed_.ok() ? status : failed_));
-  }
+  void OnEnded(EndReason, const absl::Status& status) override { writer_->Finish(ToGrpcStatus(status)); }
   bool Stalled(absl::Duration limit) const override { return writer_->stalled(limit); }
 
  private:
-  // The job's error is the call's, once everything is released.
+  // The job's error is the call's, once everything is released. No-op when the session is ending already: then
+  // its reason is the call's.
   void Fail(const absl::Status& status) {
-    {
-      MutexLock lock(&mu_);
-      if (failed_.ok()) failed_ = status;
-    }
     if (auto scope = scope_.lock()) scope->RequestEnd(EndReason::kFailed, status);
   }
 
   const std::shared_ptr<GenerateWriter> writer_;
   std::string session_;
   std::weak_ptr<SessionScope> scope_;
-  Mutex mu_;
-  absl::Status failed_ ABSL_GUARDED_BY(mu_);
 };
 
 class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {

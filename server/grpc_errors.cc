@@ -79,18 +79,6 @@ void Add(const T& detail, google::rpc::Status& out) {
   out.add_details()->PackFrom(detail);
 }
 
-void AddResourceInfo(const ErrorDetails& details, const std::string& message, google::rpc::Status& out) {
-  for (const char* type : {"model", "lora", "job", "session"}) {
-    if (auto it = details.find(type); it != details.end()) {
-      google::rpc::ResourceInfo info;
-      info.set_resource_type(type);
-      info.set_resource_name(it->second);
-      Add(info, out);
-      return;
-    }
-  }
-}
-
 google::rpc::Status Build(absl::StatusCode code, const std::string& message, const std::string& reason,
                           const ErrorDetails& details) {
   google::rpc::Status out;
@@ -116,7 +104,13 @@ google::rpc::Status Build(absl::StatusCode code, const std::string& message, con
     info.mutable_retry_delay()->set_nanos(static_cast<int32_t>(retry_ms % 1000) * 1'000'000);
     Add(info, out);
   }
-  if (code == absl::StatusCode::kNotFound) AddResourceInfo(details, message, out);
+  if (auto type = details.find("resource_type"); type != details.end()) {
+    google::rpc::ResourceInfo resource;
+    resource.set_resource_type(type->second);
+    if (auto name = details.find("resource_name"); name != details.end())
+      resource.set_resource_name(name->second);
+    Add(resource, out);
+  }
   return out;
 }
 

@@ -2,7 +2,7 @@
 //
 // Every error that a client gets has google.rpc details: exactly one ErrorInfo with the domain "latentd", a
 // stable reason and the error's details as metadata. From well-known details more is made: "field" gives a
-// BadRequest, "retry_ms" a RetryInfo, and NOT_FOUND with "model", "lora", "session" or "job" a ResourceInfo.
+// BadRequest, "retry_ms" a RetryInfo, "resource_type" and "resource_name" a ResourceInfo.
 // A status without a reason was not made for clients: INTERNAL and UNKNOWN ones lose their text.
 #ifndef LATENTD_SERVER_GRPC_ERRORS_H_
 #define LATENTD_SERVER_GRPC_ERRORS_H_

@@ -53,9 +53,9 @@ TEST(GrpcErrors, ARetryHintBecomesRetryInfo) {
   EXPECT_EQ(retry[0].retry_delay().nanos(), 500'000'000);
 }
 
-TEST(GrpcErrors, NotFoundNamesTheResource) {
-  auto info = Details<google::rpc::ResourceInfo>(
-      ToRpcStatus(SomeError(absl::StatusCode::kNotFound, {{"lora", "night"}})));
+TEST(GrpcErrors, AMissingResourceIsNamed) {
+  auto info = Details<google::rpc::ResourceInfo>(ToRpcStatus(
+      SomeError(absl::StatusCode::kNotFound, {{"resource_type", "lora"}, {"resource_name", "night"}})));
   ASSERT_THAT(info, SizeIs(1));
   EXPECT_EQ(info[0].resource_type(), "lora");
   EXPECT_EQ(info[0].resource_name(), "night");

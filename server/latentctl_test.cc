@@ -583,5 +583,16 @@ TEST_F(LatentctlTest, SessionEndsWithTheStreamThoughStdinIsOpen) {
   EXPECT_THAT(outcome.err, HasSubstr("MODEL_NOT_FOUND"));
 }
 
+TEST_F(LatentctlTest, AnInterruptEndsTheSession) {
+  const pid_t pid = Start({"session", "--json"}, kNeverEnds);
+  for (int i = 0; i < 1000 && File("out").empty(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  kill(pid, SIGTERM);
+  EXPECT_EQ(Wait(pid).code, 130);
+  for (int i = 0; i < 1000 && !denoise_.cancelled; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  EXPECT_TRUE(denoise_.cancelled);
+}
+
 }  // namespace
 }  // namespace latentd

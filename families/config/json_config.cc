@@ -79,7 +79,8 @@ int64_t JsonConfig::Int(absl::string_view key, int64_t fallback, int64_t min, in
     Fail(WrongType(key, "an integer"));
     return fallback;
   }
-  const bool fits = !value->is_number_unsigned() || value->get<uint64_t>() <= static_cast<uint64_t>(INT64_MAX);
+  const bool fits =
+      !value->is_number_unsigned() || value->get<uint64_t>() <= static_cast<uint64_t>(INT64_MAX);
   const int64_t number = fits ? value->get<int64_t>() : 0;
   if (!fits || number < min || number > max) {
     Fail(OutOfRange(label_, key, value->dump()));

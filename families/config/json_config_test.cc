@@ -51,8 +51,9 @@ TEST(JsonConfigTest, HugeIntegersAreOutOfRangeNotWrappedAround) {
 }
 
 TEST(JsonConfigTest, WhatIsNoObjectIsRefused) {
-  for (const std::string& text : {std::string(""), std::string("[1]"), std::string("{\"a\": "), std::string("nul"),
-                                  std::string("{}}"), "{\"a\":" + std::string(100, '[') + std::string(100, ']') + "}"}) {
+  for (const std::string& text :
+       {std::string(""), std::string("[1]"), std::string("{\"a\": "), std::string("nul"), std::string("{}}"),
+        "{\"a\":" + std::string(100, '[') + std::string(100, ']') + "}"}) {
     EXPECT_EQ(ErrorReason(JsonConfig::Parse(text, "t").status()), "CORRUPT_FILE") << text;
   }
 }

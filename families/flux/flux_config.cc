@@ -19,9 +19,10 @@ absl::Status Unsupported(const std::string& what) {
 
 absl::Status Check(const FluxConfig& config) {
   if (config.in_channels != kTokenChannels || config.out_channels != kTokenChannels) {
-    return Unsupported(absl::StrCat(config.in_channels, " input and ", config.out_channels,
-                                    " output channels; only text-to-image models (64) are supported, not Fill, "
-                                    "Control or Redux"));
+    return Unsupported(
+        absl::StrCat(config.in_channels, " input and ", config.out_channels,
+                     " output channels; only text-to-image models (64) are supported, not Fill, "
+                     "Control or Redux"));
   }
   const int64_t sum = std::accumulate(config.axes.begin(), config.axes.end(), int64_t{0});
   bool even = config.axes.size() == 3;
@@ -86,10 +87,12 @@ absl::StatusOr<FluxConfig> FluxConfig::Infer(const WeightFiles& files, const std
   config.guidance_embeds = has("guidance_in.in_layer.weight");
   RETURN_IF_ERROR(status);
   if (config.head_dim < 2 || dim % config.head_dim != 0) {
-    return Unsupported(absl::StrCat("width ", dim, " is no multiple of the head's ", config.head_dim, " channels"));
+    return Unsupported(
+        absl::StrCat("width ", dim, " is no multiple of the head's ", config.head_dim, " channels"));
   }
   config.heads = dim / config.head_dim;
-  if (mlp_dim != config.mlp_dim()) return Unsupported(absl::StrCat("an MLP of ", mlp_dim, " on a width of ", dim));
+  if (mlp_dim != config.mlp_dim())
+    return Unsupported(absl::StrCat("an MLP of ", mlp_dim, " on a width of ", dim));
   if (config.head_dim != kPublishedHeadDim) config.axes = base.axes;
   RETURN_IF_ERROR(Check(config));
   return config;

@@ -28,7 +28,8 @@ struct FluxConfig {
   static absl::StatusOr<FluxConfig> Load(const std::string& path);
 
   // Of a native (BFL) file, whose names all start with `prefix`. The rotary axes cannot be seen in the
-  // weights: those of FLUX.1 where the head has 128 channels, else those of `base`. Errors: UNSUPPORTED_MODEL.
+  // weights: those of FLUX.1 where the head has 128 channels, else those of `base`. Errors:
+  // UNSUPPORTED_MODEL.
   static absl::StatusOr<FluxConfig> Infer(const WeightFiles& files, const std::string& prefix,
                                           const FluxConfig& base);
 };

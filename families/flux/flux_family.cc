@@ -52,7 +52,8 @@ TransformerFile DetectTransformerFile(const WeightFiles& files) {
     if (has("double_blocks.0.img_attn.qkv.weight") && has("double_blocks.0.img_mod.lin.weight")) {
       return {true, true, prefix};
     }
-    if (has("transformer_blocks.0.attn.add_q_proj.weight") && has("single_transformer_blocks.0.proj_mlp.weight") &&
+    if (has("transformer_blocks.0.attn.add_q_proj.weight") &&
+        has("single_transformer_blocks.0.proj_mlp.weight") &&
         has("transformer_blocks.0.norm1.linear.weight")) {
       return {true, false, prefix};
     }
@@ -62,7 +63,8 @@ TransformerFile DetectTransformerFile(const WeightFiles& files) {
 
 // --------------------------------------------------------------------------------------------- components
 
-absl::StatusOr<Component> OpenTransformer(const ModelFiles& files, const std::string& base, FluxParts& parts) {
+absl::StatusOr<Component> OpenTransformer(const ModelFiles& files, const std::string& base,
+                                          FluxParts& parts) {
   Component component;
   component.name = "transformer";
   FluxConfig config;
@@ -79,21 +81,21 @@ absl::StatusOr<Component> OpenTransformer(const ModelFiles& files, const std::st
     if (file.native) {
       ASSIGN_OR_RETURN(config, FluxConfig::Infer(*component.files, file.prefix, base_config));
     } else {
-      config.guidance_embeds =
-          component.files->tensors().count(file.prefix + "time_text_embed.guidance_embedder.linear_1.weight") != 0;
+      config.guidance_embeds = component.files->tensors().count(
+                                   file.prefix + "time_text_embed.guidance_embedder.linear_1.weight") != 0;
     }
   }
   if (file.known) component.prefix = file.prefix;
   if (file.native) component.key_map = FluxNativeKeys();
   parts.transformer = std::make_shared<const FluxTransformer>(config);
   component.layout = parts.transformer->layout();
-  component.patch_target = PatchTarget{
-      .component = component.name,
-      .layout = component.layout,
-      .key_maps = {FluxNativeKeys()},
-      .dotted_prefixes = {"transformer.", "diffusion_model.", "base_model.model.", "base_model.model.transformer.",
-                          "model.diffusion_model.", ""},
-      .flat_prefixes = {"lora_unet_", "lora_transformer_", "lycoris_"}};
+  component.patch_target =
+      PatchTarget{.component = component.name,
+                  .layout = component.layout,
+                  .key_maps = {FluxNativeKeys()},
+                  .dotted_prefixes = {"transformer.", "diffusion_model.", "base_model.model.",
+                                      "base_model.model.transformer.", "model.diffusion_model.", ""},
+                  .flat_prefixes = {"lora_unet_", "lora_transformer_", "lycoris_"}};
   return component;
 }
 
@@ -112,13 +114,13 @@ absl::StatusOr<Component> OpenClip(const std::string& base, FluxParts& parts) {
   }
   parts.clip = std::make_shared<const ClipTextModel>(config);
   component.layout = parts.clip->layout();
-  component.patch_target = PatchTarget{
-      .component = component.name,
-      .layout = component.layout,
-      .key_maps = {},
-      .dotted_prefixes = {"text_encoder.text_model.", "text_encoder.", "text_encoders.clip_l.transformer.text_model.",
-                          "text_model."},
-      .flat_prefixes = {"lora_te1_text_model_", "lora_te_text_model_", "lora_te1_", "lora_te_"}};
+  component.patch_target =
+      PatchTarget{.component = component.name,
+                  .layout = component.layout,
+                  .key_maps = {},
+                  .dotted_prefixes = {"text_encoder.text_model.", "text_encoder.",
+                                      "text_encoders.clip_l.transformer.text_model.", "text_model."},
+                  .flat_prefixes = {"lora_te1_text_model_", "lora_te_text_model_", "lora_te1_", "lora_te_"}};
   return component;
 }
 
@@ -190,7 +192,8 @@ absl::Status ReadLatentdJson(const std::string& path, FluxParts& parts) {
   JsonConfig rgb = json.Object("latent_rgb");
   const std::vector<double> factors = rgb.Doubles("factors"), bias = rgb.Doubles("bias");
   if (!factors.empty()) {
-    if (static_cast<int64_t>(factors.size()) != vae.latent_channels * 3 || (!bias.empty() && bias.size() != 3)) {
+    if (static_cast<int64_t>(factors.size()) != vae.latent_channels * 3 ||
+        (!bias.empty() && bias.size() != 3)) {
       rgb.Fail(Unsupported(absl::StrCat(rgb.label(), ": factors or bias have another number of entries")));
     } else {
       parts.preview.factors = ToTensor(factors, {vae.latent_channels, 3});
@@ -206,9 +209,9 @@ absl::Status ReadLatentdJson(const std::string& path, FluxParts& parts) {
 absl::Status CheckFit(const FluxParts& parts) {
   const FluxConfig& config = parts.transformer->config();
   if (parts.clip->config().dim != config.pooled_dim || parts.t5->config().dim != config.text_dim) {
-    return Unsupported(absl::StrCat("text encoders give ", parts.clip->config().dim, " and ", parts.t5->config().dim,
-                                    " channels, the transformer takes ", config.pooled_dim, " and ",
-                                    config.text_dim));
+    return Unsupported(absl::StrCat("text encoders give ", parts.clip->config().dim, " and ",
+                                    parts.t5->config().dim, " channels, the transformer takes ",
+                                    config.pooled_dim, " and ", config.text_dim));
   }
   if (parts.vae->config().latent_channels * 4 != config.in_channels) {
     return Unsupported(absl::StrCat("the VAE has ", parts.vae->config().latent_channels,
@@ -231,19 +234,22 @@ absl::StatusOr<std::unique_ptr<Pipeline>> FluxFamily::Open(const ModelFiles& fil
   const bool single = !files.file.empty();
   const std::string base = single ? files.base_folder : files.folder;
   if (base.empty()) {
-    return Unsupported(absl::StrCat(files.name, " is a transformer alone and needs a base model that lends it "
+    return Unsupported(absl::StrCat(files.name,
+                                    " is a transformer alone and needs a base model that lends it "
                                     "text encoders and VAE"));
   }
   const std::string name = PipelineClass(base);
   if (!IsTextToImageClass(name)) {
-    return Unsupported(absl::StrCat(name.empty() ? "a folder without model_index.json" : name, " is not supported"));
+    return Unsupported(
+        absl::StrCat(name.empty() ? "a folder without model_index.json" : name, " is not supported"));
   }
   FluxParts parts;
   ASSIGN_OR_RETURN(Component clip, OpenClip(base, parts));
   ASSIGN_OR_RETURN(Component t5, OpenT5(base, parts));
   ASSIGN_OR_RETURN(Component transformer, OpenTransformer(files, base, parts));
   ASSIGN_OR_RETURN(Component vae, OpenVae(base, parts));
-  for (Component* component : {&clip, &t5, &transformer, &vae}) parts.components.push_back(std::move(*component));
+  for (Component* component : {&clip, &t5, &transformer, &vae})
+    parts.components.push_back(std::move(*component));
   ASSIGN_OR_RETURN(parts.schedule, FlowMatchConfig::Load(base + "/scheduler/scheduler_config.json"));
   RETURN_IF_ERROR(CheckFit(parts));
 

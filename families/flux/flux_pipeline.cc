@@ -37,13 +37,14 @@ absl::Status CheckRange(absl::string_view field, double value, double min, doubl
 
 absl::Status CheckSide(absl::string_view field, int64_t value, int64_t multiple) {
   if (value >= multiple && value <= kMaxSide && value % multiple == 0) return absl::OkStatus();
-  return FieldError(field, absl::StrCat("must be a multiple of ", multiple, " from ", multiple, " to ", kMaxSide,
-                                        "; it is ", value));
+  return FieldError(field, absl::StrCat("must be a multiple of ", multiple, " from ", multiple, " to ",
+                                        kMaxSide, "; it is ", value));
 }
 
 absl::Status CheckPrompt(absl::string_view field, const std::string& text) {
   if (text.size() <= kMaxPromptBytes) return absl::OkStatus();
-  return FieldError(field, absl::StrCat("is ", text.size(), " bytes; at most ", kMaxPromptBytes, " are taken"));
+  return FieldError(field,
+                    absl::StrCat("is ", text.size(), " bytes; at most ", kMaxPromptBytes, " are taken"));
 }
 
 absl::Status CheckInitImage(const at::Tensor& image) {
@@ -52,8 +53,9 @@ absl::Status CheckInitImage(const at::Tensor& image) {
   }
   for (int64_t side : {image.size(0), image.size(1)}) {
     if (side < 1 || side > kMaxInitImageSide) {
-      return FieldError("params.init_image", absl::StrCat("is ", image.size(1), "×", image.size(0),
-                                                          " pixels; a side must be from 1 to ", kMaxInitImageSide));
+      return FieldError("params.init_image",
+                        absl::StrCat("is ", image.size(1), "×", image.size(0),
+                                     " pixels; a side must be from 1 to ", kMaxInitImageSide));
     }
   }
   return absl::OkStatus();
@@ -161,14 +163,15 @@ absl::Status FluxPipeline::Validate(GenerateParams& params) const {
   if (UsesNegative(params) && !params.negative_prompt) params.negative_prompt = "";
   if (!params.sampler) params.sampler = defaults.sampler;
   if (*params.sampler != "euler") {
-    return FieldError("params.sampler", absl::StrCat("\"", *params.sampler, "\" is not known; there is \"euler\""));
+    return FieldError("params.sampler",
+                      absl::StrCat("\"", *params.sampler, "\" is not known; there is \"euler\""));
   }
   if (params.shift && (!std::isfinite(*params.shift) || *params.shift <= 0 || *params.shift > kMaxShift)) {
     return FieldError("params.shift", absl::StrCat("must be above 0 and at most ", kMaxShift));
   }
   if (!params.max_sequence_length) params.max_sequence_length = defaults.max_sequence_length;
-  RETURN_IF_ERROR(CheckRange("params.max_sequence_length", static_cast<double>(*params.max_sequence_length), 1,
-                             kMaxTextTokens));
+  RETURN_IF_ERROR(CheckRange("params.max_sequence_length", static_cast<double>(*params.max_sequence_length),
+                             1, kMaxTextTokens));
   if (params.seeds.empty()) {
     std::random_device device;
     params.seeds = {device()};
@@ -182,14 +185,15 @@ absl::Status FluxPipeline::Validate(GenerateParams& params) const {
   if (params.init_image.defined()) {
     RETURN_IF_ERROR(CheckInitImage(params.init_image));
     if (StartIndex(*params.steps, *params.strength) >= *params.steps) {
-      return FieldError("params.init_image.strength", absl::StrCat(*params.strength, " of ", *params.steps,
-                                                                   " steps leaves none to run"));
+      return FieldError("params.init_image.strength",
+                        absl::StrCat(*params.strength, " of ", *params.steps, " steps leaves none to run"));
     }
   }
   if (params.noise.defined()) {
     std::vector<int64_t> shape = LatentShape(params);
     shape[0] = static_cast<int64_t>(params.seeds.size());
-    if (params.noise.sizes() != at::IntArrayRef(shape)) return FieldError("params.noise", "has another shape");
+    if (params.noise.sizes() != at::IntArrayRef(shape))
+      return FieldError("params.noise", "has another shape");
   }
   return absl::OkStatus();
 }
@@ -228,8 +232,8 @@ absl::StatusOr<at::Tensor> FluxPipeline::EncodeImage(const WeightView& weights,
                                                      const GenerateParams& params) const {
   c10::InferenceMode inference;
   const at::Tensor source = params.init_image.contiguous();
-  std::vector<uint8_t> pixels = ResizeLanczos(source.const_data_ptr<uint8_t>(), source.size(1), source.size(0),
-                                              *params.width, *params.height);
+  std::vector<uint8_t> pixels = ResizeLanczos(source.const_data_ptr<uint8_t>(), source.size(1),
+                                              source.size(0), *params.width, *params.height);
   const at::Tensor bytes = at::from_blob(pixels.data(), {*params.height, *params.width, 3}, at::kByte);
   const at::Tensor picture =
       bytes.to(weights.compute_type()).div_(255).mul_(2).sub_(1).permute({2, 0, 1}).unsqueeze(0).contiguous();
@@ -267,7 +271,8 @@ absl::StatusOr<std::unique_ptr<Denoiser>> FluxPipeline::Begin(const GeneratePara
 
   auto take = [&](const char* t5, const char* pooled) -> absl::StatusOr<Prompt> {
     Prompt prompt{conditioning[t5], conditioning[pooled], {}, {}};
-    if (!prompt.t5.defined() || !prompt.pooled.defined()) return absl::InternalError("a prompt was not encoded");
+    if (!prompt.t5.defined() || !prompt.pooled.defined())
+      return absl::InternalError("a prompt was not encoded");
     return prompt;
   };
   std::vector<Prompt> prompts(1);

@@ -59,7 +59,8 @@ class FluxPipeline : public Pipeline {
                       Conditioning& conditioning) const override;
 
   std::string image_encoder_component() const override { return "vae"; }
-  absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params) const override;
+  absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights,
+                                         const GenerateParams& params) const override;
 
   std::string denoiser_component() const override { return "transformer"; }
   absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params, Conditioning conditioning,

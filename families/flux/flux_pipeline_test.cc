@@ -77,12 +77,29 @@ TEST(FluxPipelineTest, ValidateNamesTheFieldAtFault) {
       {"params.init_image.strength", [](auto& p) { p.strength = 1.01; }},
       {"params.init_image.strength", [=](auto& p) { p.strength = nan; }},
       {"params.init_image.strength",
-       [](auto& p) { p.strength = 1e-300, p.init_image = at::zeros({8, 8, 3}, at::kByte); }},
-      {"params.init_image", [](auto& p) { p.init_image = at::zeros({8, 8, 4}, at::kByte); }},
-      {"params.init_image", [](auto& p) { p.init_image = at::zeros({8, 8, 3}); }},
-      {"params.init_image", [](auto& p) { p.init_image = at::zeros({0, 8, 3}, at::kByte); }},
-      {"params.init_image", [](auto& p) { p.init_image = at::zeros({8, 20000, 3}, at::kByte); }},
-      {"params.noise", [](auto& p) { p.noise = at::zeros({1, 16, 8, 8}); }},
+       [](auto& p) {
+         p.strength = 1e-300, p.init_image = at::zeros({8, 8, 3}, at::kByte);
+       }},
+      {"params.init_image",
+       [](auto& p) {
+         p.init_image = at::zeros({8, 8, 4}, at::kByte);
+       }},
+      {"params.init_image",
+       [](auto& p) {
+         p.init_image = at::zeros({8, 8, 3});
+       }},
+      {"params.init_image",
+       [](auto& p) {
+         p.init_image = at::zeros({0, 8, 3}, at::kByte);
+       }},
+      {"params.init_image",
+       [](auto& p) {
+         p.init_image = at::zeros({8, 20000, 3}, at::kByte);
+       }},
+      {"params.noise",
+       [](auto& p) {
+         p.noise = at::zeros({1, 16, 8, 8});
+       }},
   };
   for (const auto& [field, change] : bad) {
     GenerateParams params;

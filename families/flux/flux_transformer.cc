@@ -27,7 +27,8 @@ at::Tensor ModulatedNorm(const at::Tensor& x, const at::Tensor& scale, const at:
   return at::layer_norm(x, {x.size(-1)}, scale, shift, kNormEps);
 }
 
-FluxModulation DescribeModulation(ComponentLayout& layout, const std::string& name, int64_t dim, int64_t parts) {
+FluxModulation DescribeModulation(ComponentLayout& layout, const std::string& name, int64_t dim,
+                                  int64_t parts) {
   return {Linear::Describe(layout, name, dim, parts * dim), dim};
 }
 
@@ -73,7 +74,8 @@ FluxDoubleBlock FluxDoubleBlock::Describe(ComponentLayout& layout, const std::st
     stream.out = Linear::Describe(layout, attention + names[5], dim, dim);
   };
   describe(block.image, {"to_q", "to_k", "to_v", "norm_q", "norm_k", "to_out.0"});
-  describe(block.text, {"add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k", "to_add_out"});
+  describe(block.text,
+           {"add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k", "to_add_out"});
   block.image.mlp.in = Linear::Describe(layout, name + ".ff.net.0.proj", dim, config.mlp_dim());
   block.image.mlp.out = Linear::Describe(layout, name + ".ff.net.2", config.mlp_dim(), dim);
   block.text.mlp.in = Linear::Describe(layout, name + ".ff_context.net.0.proj", dim, config.mlp_dim());
@@ -87,19 +89,23 @@ void FluxDoubleBlock::operator()(const WeightView& w, FluxTokens& tokens, const 
   const std::vector<at::Tensor> image_mod = Modulate(w, image.modulation, vec, {kScale, kMlpScale});
   const std::vector<at::Tensor> text_mod = Modulate(w, text.modulation, vec, {kScale, kMlpScale});
 
-  const at::Tensor image_in = ModulatedNorm(tokens.image, image_mod[kScale], image_mod[kShift]);
-  const at::Tensor text_in = ModulatedNorm(tokens.text, text_mod[kScale], text_mod[kShift]);
   const int64_t n = tokens.text.size(1), m = tokens.image.size(1);
-  const at::Tensor text_angles = rope.narrow(0, 0, n), image_angles = rope.narrow(0, n, m);
-  const at::Tensor q = EmptyHeads(text_in, n + m, head_dim), k = at::empty_like(q);
-  ProjectAndTurn(w, text.q, text.norm_q, text_in, text_angles, q.narrow(1, 0, n));
-  ProjectAndTurn(w, image.q, image.norm_q, image_in, image_angles, q.narrow(1, n, m));
-  ProjectAndTurn(w, text.k, text.norm_k, text_in, text_angles, k.narrow(1, 0, n));
-  ProjectAndTurn(w, image.k, image.norm_k, image_in, image_angles, k.narrow(1, n, m));
-  const at::Tensor v = at::cat({text.v(w, text_in), image.v(w, image_in)}, 1);
-  const at::Tensor attended = Attention(q, k, SplitHeads(v, head_dim));
+  at::Tensor attended;
+  {  // queries, keys and values end here, before the MLPs need their room
+    const at::Tensor image_in = ModulatedNorm(tokens.image, image_mod[kScale], image_mod[kShift]);
+    const at::Tensor text_in = ModulatedNorm(tokens.text, text_mod[kScale], text_mod[kShift]);
+    const at::Tensor text_angles = rope.narrow(0, 0, n), image_angles = rope.narrow(0, n, m);
+    const at::Tensor q = EmptyHeads(text_in, n + m, head_dim), k = at::empty_like(q);
+    ProjectAndTurn(w, text.q, text.norm_q, text_in, text_angles, q.narrow(1, 0, n));
+    ProjectAndTurn(w, image.q, image.norm_q, image_in, image_angles, q.narrow(1, n, m));
+    ProjectAndTurn(w, text.k, text.norm_k, text_in, text_angles, k.narrow(1, 0, n));
+    ProjectAndTurn(w, image.k, image.norm_k, image_in, image_angles, k.narrow(1, n, m));
+    const at::Tensor v = at::cat({text.v(w, text_in), image.v(w, image_in)}, 1);
+    attended = Attention(q, k, SplitHeads(v, head_dim));
+  }
 
-  auto finish = [&](const FluxStream& stream, at::Tensor& x, const at::Tensor& a, const std::vector<at::Tensor>& mod) {
+  auto finish = [&](const FluxStream& stream, at::Tensor& x, const at::Tensor& a,
+                    const std::vector<at::Tensor>& mod) {
     x.addcmul_(stream.out(w, a), mod[kGate]);
     x.addcmul_(stream.mlp(w, ModulatedNorm(x, mod[kMlpScale], mod[kMlpShift])), mod[kMlpGate]);
   };
@@ -134,17 +140,16 @@ void FluxSingleBlock::operator()(const WeightView& w, FluxTokens& tokens, const 
   const int64_t all = all_in.size(1), first = all - x.size(1);
   const at::Tensor in = all_in.narrow(1, first, x.size(1));
 
-  const at::Tensor queries = EmptyHeads(in, x.size(1), head_dim), keys = EmptyHeads(in, all, head_dim);
-  ProjectAndTurn(w, q, norm_q, in, rope.narrow(0, first, x.size(1)), queries);
-  ProjectAndTurn(w, k, norm_k, all_in, rope, keys);
-  const at::Tensor attended = Attention(queries, keys, SplitHeads(v(w, all_in), head_dim));
-  const at::Tensor hidden = mlp(w, in);
-
-  // [attention | gelu(mlp)], the activation written where it is needed.
-  const int64_t dim = attended.size(2);
-  const at::Tensor both = at::empty({1, x.size(1), dim + hidden.size(2)}, x.options());
-  both.narrow(2, 0, dim).copy_(attended);
-  GeluTanhTo(both.narrow(2, dim, hidden.size(2)), hidden);
+  // [attention | gelu(mlp)], each written where it is needed; what led there ends with its scope.
+  const int64_t dim = in.size(2), mlp_dim = 4 * dim;
+  const at::Tensor both = at::empty({1, x.size(1), dim + mlp_dim}, x.options());
+  {
+    const at::Tensor queries = EmptyHeads(in, x.size(1), head_dim), keys = EmptyHeads(in, all, head_dim);
+    ProjectAndTurn(w, q, norm_q, in, rope.narrow(0, first, x.size(1)), queries);
+    ProjectAndTurn(w, k, norm_k, all_in, rope, keys);
+    both.narrow(2, 0, dim).copy_(Attention(queries, keys, SplitHeads(v(w, all_in), head_dim)));
+  }
+  GeluTanhTo(both.narrow(2, dim, mlp_dim), mlp(w, in));
   x.addcmul_(out(w, both), mod[kGate]);
 }
 
@@ -158,11 +163,13 @@ FluxTransformer::FluxTransformer(const FluxConfig& config) : config_(config) {
   context_embedder_ = Linear::Describe(*layout, "context_embedder", config.text_dim, dim);
   time_embedder_ = EmbedderMlp::Describe(*layout, "time_text_embed.timestep_embedder", kSinusoidDim, dim);
   if (config.guidance_embeds) {
-    guidance_embedder_ = EmbedderMlp::Describe(*layout, "time_text_embed.guidance_embedder", kSinusoidDim, dim);
+    guidance_embedder_ =
+        EmbedderMlp::Describe(*layout, "time_text_embed.guidance_embedder", kSinusoidDim, dim);
   }
   text_embedder_ = EmbedderMlp::Describe(*layout, "time_text_embed.text_embedder", config.pooled_dim, dim);
   for (int64_t i = 0; i < config.double_blocks; ++i) {
-    double_blocks_.push_back(FluxDoubleBlock::Describe(*layout, absl::StrCat("transformer_blocks.", i), config));
+    double_blocks_.push_back(
+        FluxDoubleBlock::Describe(*layout, absl::StrCat("transformer_blocks.", i), config));
   }
   for (int64_t i = 0; i < config.single_blocks; ++i) {
     single_blocks_.push_back(
@@ -218,11 +225,14 @@ at::Tensor FluxTransformer::operator()(const WeightView& w, const at::Tensor& x,
 }
 
 int64_t FluxTransformer::WorkingBytes(int64_t text_tokens, int64_t image_tokens) const {
-  // At its widest, a single block holds per token: x, its norm, q, k, v, the attended values (6·dim), and of
-  // the MLP the hidden layer and [attention | activation] (mlp + dim + mlp); doubled q and k while they are
-  // normalised. Beside that, the largest weight in fp32 where it is stored in another type.
+  // At its widest, a single block holds per token: x, its norm and [attention | activation] (3·dim + mlp),
+  // and beside that either the MLP's hidden layer, or queries, keys, values, a projection and the attended
+  // values (5·dim). Beside that, the largest weight in fp32 where it is stored in another type. A heap has
+  // gaps.
+  constexpr double kHeapGaps = 1.3;
   const int64_t dim = config_.dim();
-  const int64_t per_token = 9 * dim + 2 * config_.mlp_dim() + config_.head_dim + 4 * config_.in_channels;
+  const int64_t per_token = 4 * dim + config_.mlp_dim() + std::max(config_.mlp_dim(), 5 * dim) +
+                            config_.head_dim + 4 * config_.in_channels;
   int64_t largest_weight = 0;
   for (const TensorDecl& tensor : layout_->tensors()) {
     int64_t n = 1;
@@ -230,14 +240,19 @@ int64_t FluxTransformer::WorkingBytes(int64_t text_tokens, int64_t image_tokens)
     largest_weight = std::max(largest_weight, n);
   }
   constexpr int64_t kSlackBytes = 8 << 20;
-  return ((text_tokens + image_tokens) * per_token + largest_weight) * int64_t{sizeof(float)} + kSlackBytes;
+  const auto tokens = static_cast<double>(text_tokens + image_tokens);
+  const double floats =
+      kHeapGaps * tokens * static_cast<double>(per_token) + 1.5 * static_cast<double>(largest_weight);
+  return static_cast<int64_t>(floats * sizeof(float)) + kSlackBytes;
 }
 
 // ------------------------------------------------------------------------------------------------ packing
 
 at::Tensor PackLatents(const at::Tensor& latents) {
   const int64_t n = latents.size(0), c = latents.size(1), h = latents.size(2), w = latents.size(3);
-  return latents.reshape({n, c, h / 2, 2, w / 2, 2}).permute({0, 2, 4, 1, 3, 5}).reshape({n, h / 2 * (w / 2), c * 4});
+  return latents.reshape({n, c, h / 2, 2, w / 2, 2})
+      .permute({0, 2, 4, 1, 3, 5})
+      .reshape({n, h / 2 * (w / 2), c * 4});
 }
 
 at::Tensor UnpackLatents(const at::Tensor& tokens, int64_t height, int64_t width) {

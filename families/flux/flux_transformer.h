@@ -33,7 +33,7 @@ namespace latentd {
 // What a joint sequence of text and picture tokens looks like to a double block. Both parts lie in one
 // buffer, text first, so that single blocks need not join them.
 struct FluxTokens {
-  at::Tensor joint;      // [1, text + picture, dim], contiguous
+  at::Tensor joint;        // [1, text + picture, dim], contiguous
   at::Tensor text, image;  // views of it
   static FluxTokens Join(const at::Tensor& text, const at::Tensor& image);
 };
@@ -57,7 +57,8 @@ struct FluxDoubleBlock {
   int64_t head_dim = 0;
   static FluxDoubleBlock Describe(ComponentLayout& layout, const std::string& name, const FluxConfig& config);
   // Changes the tokens in place. `vec`: [1, dim], SiLU already applied. `rope`: see RopeTable.
-  void operator()(const WeightView& w, FluxTokens& tokens, const at::Tensor& vec, const at::Tensor& rope) const;
+  void operator()(const WeightView& w, FluxTokens& tokens, const at::Tensor& vec,
+                  const at::Tensor& rope) const;
 };
 
 struct FluxSingleBlock {

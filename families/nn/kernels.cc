@@ -88,8 +88,8 @@ InstructionSet Best() { return InstructionSet::kBaseline; }
 LATENTD_AVX2 void GeluAvx2(const float* x, float* y, int64_t n) { Gelu(x, y, n); }
 LATENTD_AVX512 void GeluAvx512(const float* x, float* y, int64_t n) { Gelu(x, y, n); }
 
-LATENTD_AVX2 void NormRopeAvx2(const float* x, const float* weight, const float* rope, float* y, int64_t tokens,
-                               int64_t heads, int64_t dim, float eps) {
+LATENTD_AVX2 void NormRopeAvx2(const float* x, const float* weight, const float* rope, float* y,
+                               int64_t tokens, int64_t heads, int64_t dim, float eps) {
   NormRope(x, weight, rope, y, tokens, heads, dim, eps);
 }
 LATENTD_AVX512 void NormRopeAvx512(const float* x, const float* weight, const float* rope, float* y,
@@ -101,18 +101,24 @@ LATENTD_AVX512 void NormRopeAvx512(const float* x, const float* weight, const fl
 
 void GeluTanhKernel(const float* x, float* y, int64_t n) {
   switch (Best()) {
-    case InstructionSet::kAvx512: return GeluAvx512(x, y, n);
-    case InstructionSet::kAvx2: return GeluAvx2(x, y, n);
-    case InstructionSet::kBaseline: return Gelu(x, y, n);
+    case InstructionSet::kAvx512:
+      return GeluAvx512(x, y, n);
+    case InstructionSet::kAvx2:
+      return GeluAvx2(x, y, n);
+    case InstructionSet::kBaseline:
+      return Gelu(x, y, n);
   }
 }
 
 void NormRopeKernel(const float* x, const float* weight, const float* rope, float* y, int64_t tokens,
                     int64_t heads, int64_t dim, float eps) {
   switch (Best()) {
-    case InstructionSet::kAvx512: return NormRopeAvx512(x, weight, rope, y, tokens, heads, dim, eps);
-    case InstructionSet::kAvx2: return NormRopeAvx2(x, weight, rope, y, tokens, heads, dim, eps);
-    case InstructionSet::kBaseline: return NormRope(x, weight, rope, y, tokens, heads, dim, eps);
+    case InstructionSet::kAvx512:
+      return NormRopeAvx512(x, weight, rope, y, tokens, heads, dim, eps);
+    case InstructionSet::kAvx2:
+      return NormRopeAvx2(x, weight, rope, y, tokens, heads, dim, eps);
+    case InstructionSet::kBaseline:
+      return NormRope(x, weight, rope, y, tokens, heads, dim, eps);
   }
 }
 

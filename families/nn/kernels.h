@@ -9,13 +9,16 @@
 
 namespace latentd {
 
+// Elements below which a second thread costs more than it saves.
+inline constexpr int64_t kKernelGrain = 32768;
+
 // y[i] = x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³))), to 2e-7 of |x|. x and y may be one array.
 // Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
 void GeluTanhKernel(const float* x, float* y, int64_t n);
 
-// For each of tokens × heads vectors of `dim`: x · rsqrt(mean(x²) + eps) · weight, then turned in pairs by the
-// token's angles. rope: [tokens, dim / 2] pairs (cos, sin). x and y: [tokens, heads, dim]; may be one array.
-// REQUIRES: dim is even.
+// For each of tokens × heads vectors of `dim`: x · rsqrt(mean(x²) + eps) · weight, then turned in pairs by
+// the token's angles. rope: [tokens, dim / 2] pairs (cos, sin). x and y: [tokens, heads, dim]; may be one
+// array. REQUIRES: dim is even.
 void NormRopeKernel(const float* x, const float* weight, const float* rope, float* y, int64_t tokens,
                     int64_t heads, int64_t dim, float eps);
 

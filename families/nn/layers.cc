@@ -8,12 +8,6 @@
 #include "families/nn/kernels.h"
 
 namespace latentd {
-namespace {
-
-// Below that, a second thread costs more than it saves.
-constexpr int64_t kElementsPerThread = 32768;
-
-}  // namespace
 
 Linear Linear::Describe(ComponentLayout& layout, const std::string& name, int64_t in, int64_t out,
                         bool with_bias) {
@@ -86,18 +80,25 @@ at::Tensor Embedding::operator()(const WeightView& w, const at::Tensor& ids) con
 
 at::Tensor ActivateInPlace(Activation kind, at::Tensor x) {
   switch (kind) {
-    case Activation::kGeluTanh: GeluTanhTo(x, x); return x;
-    case Activation::kGeluErf: return at::gelu_(x);
-    case Activation::kQuickGelu: return x.mul_(at::sigmoid(x * 1.702));
-    case Activation::kRelu: return x.relu_();
-    case Activation::kSilu: return at::silu_(x);
+    case Activation::kGeluTanh:
+      GeluTanhTo(x, x);
+      return x;
+    case Activation::kGeluErf:
+      return at::gelu_(x);
+    case Activation::kQuickGelu:
+      return x.mul_(at::sigmoid(x * 1.702));
+    case Activation::kRelu:
+      return x.relu_();
+    case Activation::kSilu:
+      return at::silu_(x);
   }
   return x;
 }
 
 void GeluTanhTo(at::Tensor out, const at::Tensor& x) {
-  const bool own_kernel = x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous() && out.stride(-1) == 1 &&
-                          out.numel() > 0 && (out.is_contiguous() || (out.dim() == 3 && out.size(0) == 1));
+  const bool own_kernel = x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous() &&
+                          out.stride(-1) == 1 && out.numel() > 0 &&
+                          (out.is_contiguous() || (out.dim() == 3 && out.size(0) == 1));
   if (!own_kernel) {
     at::gelu_out(out, x, "tanh");
     return;
@@ -106,7 +107,7 @@ void GeluTanhTo(at::Tensor out, const at::Tensor& x) {
   const int64_t stride = out.is_contiguous() ? width : out.stride(-2);
   const float* from = x.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  const int64_t grain = std::max<int64_t>(1, kElementsPerThread / width);
+  const int64_t grain = std::max<int64_t>(1, kKernelGrain / width);
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) GeluTanhKernel(from + row * width, to + row * stride, width);
   });
@@ -127,7 +128,8 @@ at::Tensor EmbedderMlp::operator()(const WeightView& w, const at::Tensor& x) con
 
 at::Tensor SinusoidalEmbedding(float value, int64_t dim, double max_period) {
   const int64_t half = dim / 2;
-  at::Tensor angles = at::arange(half, at::kFloat).mul_(-std::log(max_period)).div_(static_cast<double>(half));
+  at::Tensor angles =
+      at::arange(half, at::kFloat).mul_(-std::log(max_period)).div_(static_cast<double>(half));
   angles = angles.exp_().mul_(value).unsqueeze_(0);
   return at::cat({angles.cos(), angles.sin()}, -1);
 }
@@ -138,8 +140,9 @@ at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   if (options.bias.defined()) bias = options.bias;
   std::optional<double> scale;
   if (options.scale != 0) scale = options.scale;
-  at::Tensor y = at::scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias,
-                                                  /*dropout_p=*/0.0, options.causal, scale);
+  at::Tensor y =
+      at::scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias,
+                                       /*dropout_p=*/0.0, options.causal, scale);
   return y.transpose(1, 2).flatten(2);
 }
 

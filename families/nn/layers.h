@@ -60,8 +60,8 @@ struct GroupNorm {
   Slot weight, bias;
   int64_t groups = 32;
   double eps = 1e-6;
-  static GroupNorm Describe(ComponentLayout& layout, const std::string& name, int64_t channels, int64_t groups,
-                            double eps);
+  static GroupNorm Describe(ComponentLayout& layout, const std::string& name, int64_t channels,
+                            int64_t groups, double eps);
   at::Tensor operator()(const WeightView& w, const at::Tensor& x) const;
 };
 
@@ -94,7 +94,8 @@ struct EmbedderMlp {
   at::Tensor operator()(const WeightView& w, const at::Tensor& x) const;
 };
 
-// [cos(v·f_i) | sin(v·f_i)] with f_i = max_period^(−i/half), i < half = dim/2, in fp32. v: a number. → [1, dim].
+// [cos(v·f_i) | sin(v·f_i)] with f_i = max_period^(−i/half), i < half = dim/2, in fp32. v: a number. → [1,
+// dim].
 at::Tensor SinusoidalEmbedding(float value, int64_t dim, double max_period = 10000);
 
 // softmax(q·kᵀ · scale + bias)·v. q, k, v: [batch, tokens, heads, head_dim]; `bias`, where defined, is added

@@ -7,12 +7,6 @@
 #include "families/nn/kernels.h"
 
 namespace latentd {
-namespace {
-
-// Below that, a second thread costs more than it saves.
-constexpr int64_t kElementsPerThread = 32768;
-
-}  // namespace
 
 at::Tensor RopeTable(const at::Tensor& positions, const std::vector<int64_t>& axes, double theta) {
   std::vector<at::Tensor> parts;
@@ -29,8 +23,8 @@ at::Tensor RopeTable(const at::Tensor& positions, const std::vector<int64_t>& ax
 void NormRopeTo(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, double eps,
                 const at::Tensor& table) {
   const int64_t tokens = out.size(1), heads = out.size(2), dim = out.size(3);
-  const bool own_kernel = x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous() && out.is_contiguous() &&
-                          table.is_contiguous() && weight.is_contiguous();
+  const bool own_kernel = x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous() &&
+                          out.is_contiguous() && table.is_contiguous() && weight.is_contiguous();
   if (!own_kernel) {
     out.copy_(at::rms_norm(x.view(out.sizes()), {dim}, weight, eps));
     at::view_as_complex(out.unflatten(-1, {-1, 2})).mul_(table);
@@ -41,7 +35,7 @@ void NormRopeTo(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, d
   const auto* turns = static_cast<const float*>(table.const_data_ptr());  // (cos, sin) pairs
   float* to = out.mutable_data_ptr<float>();
   const int64_t row = heads * dim;
-  at::parallel_for(0, tokens, std::max<int64_t>(1, kElementsPerThread / row), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, tokens, std::max<int64_t>(1, kKernelGrain / row), [&](int64_t begin, int64_t end) {
     NormRopeKernel(from + begin * row, scale, turns + begin * dim, to + begin * row, end - begin, heads, dim,
                    static_cast<float>(eps));
   });

@@ -52,8 +52,9 @@ TEST(FlowMatchTest, StrengthSaysHowMuchOfTheListIsRun) {
 TEST(FlowMatchTest, SchedulesOfOtherKindsAreRefused) {
   EXPECT_TRUE(Load(R"({"shift": 3.0, "use_karras_sigmas": false, "unknown": 1})").ok());
   for (const char* text :
-       {R"({"use_karras_sigmas": true})", R"({"stochastic_sampling": true})", R"({"time_shift_type": "cubic"})",
-        R"({"_class_name": "DDIMScheduler"})", R"({"shift": 0})", R"({"num_train_timesteps": 500})",
+       {R"({"use_karras_sigmas": true})", R"({"stochastic_sampling": true})",
+        R"({"time_shift_type": "cubic"})", R"({"_class_name": "DDIMScheduler"})", R"({"shift": 0})",
+        R"({"num_train_timesteps": 500})",
         R"({"use_dynamic_shifting": true, "base_image_seq_len": 9, "max_image_seq_len": 9})"}) {
     EXPECT_EQ(ErrorReason(Load(text).status()), "UNSUPPORTED_MODEL") << text;
   }

@@ -72,7 +72,8 @@ ClipTextModel::ClipTextModel(const ClipTextConfig& config) : config_(config) {
 ClipTextModel::Output ClipTextModel::operator()(const WeightView& w, const std::vector<int64_t>& ids) const {
   const auto length = static_cast<int64_t>(ids.size());
   const int64_t head_dim = config_.dim / config_.heads;
-  at::Tensor x = tokens_(w, at::tensor(ids, at::kLong)).unsqueeze(0) + positions_(w, at::arange(length, at::kLong));
+  at::Tensor x =
+      tokens_(w, at::tensor(ids, at::kLong)).unsqueeze(0) + positions_(w, at::arange(length, at::kLong));
   for (const Layer& layer : layers_) {
     const at::Tensor n = layer.norm1(w, x);
     const at::Tensor attended =

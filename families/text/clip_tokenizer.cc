@@ -33,8 +33,8 @@ const Pattern& WordPattern() {
 // A second cut that the byte-level step makes inside a word. It only matters for the two special tokens
 // written in another case, which the first pattern keeps whole.
 const Pattern& BytePattern() {
-  static const Pattern* pattern = new Pattern(
-      R"('s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}+|[^\p{L}\p{N})" LATENTD_WHITE_SPACE R"(]+)");
+  static const Pattern* pattern =
+      new Pattern(R"('s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}+|[^\p{L}\p{N})" LATENTD_WHITE_SPACE R"(]+)");
   return *pattern;
 }
 
@@ -118,7 +118,8 @@ absl::StatusOr<std::unique_ptr<const ClipTokenizer>> ClipTokenizer::Load(const s
       return Corrupt(ShortPath(folder), absl::StrCat("the vocabulary has no token ", token));
     }
     id = it->second;
-    if (std::find(tokenizer->specials_.begin(), tokenizer->specials_.end(), token) == tokenizer->specials_.end()) {
+    if (std::find(tokenizer->specials_.begin(), tokenizer->specials_.end(), token) ==
+        tokenizer->specials_.end()) {
       tokenizer->specials_.push_back(token);
       tokenizer->special_ids_.push_back(id);
     }

@@ -13,15 +13,17 @@ namespace latentd {
 namespace {
 
 // The bucket of a distance key − query: one half of the buckets for each sign; in each half, small distances
-// have a bucket of their own, larger ones share buckets of logarithmic width. fp32, as the oracle computes it.
+// have a bucket of their own, larger ones share buckets of logarithmic width. fp32, as the oracle computes
+// it.
 int64_t Bucket(int64_t distance, int64_t buckets, int64_t max_distance) {
   const int64_t half = buckets / 2, exact = half / 2;
   const int64_t sign_offset = distance > 0 ? half : 0;
   distance = std::abs(distance);
   if (distance < exact) return sign_offset + distance;
-  const float ratio = std::log(static_cast<float>(distance) / static_cast<float>(exact)) /
-                      static_cast<float>(std::log(static_cast<double>(max_distance) / static_cast<double>(exact))) *
-                      static_cast<float>(half - exact);
+  const float ratio =
+      std::log(static_cast<float>(distance) / static_cast<float>(exact)) /
+      static_cast<float>(std::log(static_cast<double>(max_distance) / static_cast<double>(exact))) *
+      static_cast<float>(half - exact);
   return sign_offset + std::min(exact + static_cast<int64_t>(ratio), half - 1);
 }
 
@@ -78,7 +80,8 @@ T5Encoder::T5Encoder(const T5Config& config) : config_(config) {
     }
     layer.out = Linear::Describe(*layout, attention + ".o", inner, config.dim, false);
     layer.ff_norm = RmsNorm::Describe(*layout, name + ".layer.1.layer_norm", config.dim, config.eps);
-    layer.wi_0 = Linear::Describe(*layout, ff + (config.gated ? ".wi_0" : ".wi"), config.dim, config.hidden, false);
+    layer.wi_0 =
+        Linear::Describe(*layout, ff + (config.gated ? ".wi_0" : ".wi"), config.dim, config.hidden, false);
     if (config.gated) layer.wi_1 = Linear::Describe(*layout, ff + ".wi_1", config.dim, config.hidden, false);
     layer.wo = Linear::Describe(*layout, ff + ".wo", config.hidden, config.dim, false);
     layers_.push_back(layer);
@@ -94,7 +97,8 @@ at::Tensor T5Encoder::PositionBias(const WeightView& w, int64_t length) const {
   for (int64_t distance = 1 - length; distance < length; ++distance) {
     buckets.push_back(Bucket(distance, config_.buckets, config_.max_distance));
   }
-  const at::Tensor by_distance = relative_bias_(w, at::tensor(buckets, at::kLong)).t().contiguous();  // [heads, 2L−1]
+  const at::Tensor by_distance =
+      relative_bias_(w, at::tensor(buckets, at::kLong)).t().contiguous();  // [heads, 2L−1]
   // Row q of the result starts at distance −q, which is at index length − 1 − q.
   const int64_t stride = by_distance.stride(0);
   at::Tensor flipped = by_distance.as_strided({config_.heads, length, length}, {stride, 1, 1}).flip(1);

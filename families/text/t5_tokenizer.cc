@@ -28,7 +28,8 @@ struct T5Tokenizer::Impl {
 T5Tokenizer::T5Tokenizer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 T5Tokenizer::~T5Tokenizer() = default;
 
-absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::string& folder, int64_t vocabulary) {
+absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::string& folder,
+                                                                     int64_t vocabulary) {
   const std::string path = folder + "/spiece.model";
   const std::string label = ShortPath(path);
   ASSIGN_OR_RETURN(const std::string bytes, ReadTextFile(path, kMaxModelBytes));
@@ -41,7 +42,8 @@ absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::
   const int64_t pieces = impl->model->size();
   if (pieces > vocabulary) {
     return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
-                     absl::StrCat(label, ": has ", pieces, " pieces, the model knows ", vocabulary), {{"file", label}});
+                     absl::StrCat(label, ": has ", pieces, " pieces, the model knows ", vocabulary),
+                     {{"file", label}});
   }
 
   int64_t extra_ids = 100;

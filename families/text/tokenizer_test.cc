@@ -24,7 +24,9 @@ class TokenizerTest : public testing::Test {
   }
   ~TokenizerTest() override { std::filesystem::remove_all(folder_); }
 
-  void Write(const std::string& name, const std::string& text) { std::ofstream(folder_ + "/" + name) << text; }
+  void Write(const std::string& name, const std::string& text) {
+    std::ofstream(folder_ + "/" + name) << text;
+  }
 
   std::string folder_;
 };
@@ -47,8 +49,10 @@ TEST_F(TokenizerTest, ClipMergesByRankAndPadsToTheLength) {
 }
 
 TEST_F(TokenizerTest, ClipReadsTokenizerJsonAndTheConfigsPadToken) {
-  Write("tokenizer.json", absl::StrCat(R"({"model": {"vocab": )", kVocabulary, R"(, "merges": ["a b</w>", ["a", "a"]]}})"));
-  Write("tokenizer_config.json", R"({"pad_token": {"content": "!"}, "model_max_length": 1000000000000000019884624838656})");
+  Write("tokenizer.json",
+        absl::StrCat(R"({"model": {"vocab": )", kVocabulary, R"(, "merges": ["a b</w>", ["a", "a"]]}})"));
+  Write("tokenizer_config.json",
+        R"({"pad_token": {"content": "!"}, "model_max_length": 1000000000000000019884624838656})");
   auto tokenizer = ClipTokenizer::Load(folder_);
   ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
   EXPECT_THAT((*tokenizer)->Encode("ab", 5), ElementsAre(6, 4, 7, 8, 8));
@@ -71,7 +75,8 @@ TEST_F(TokenizerTest, ClipRefusesBrokenFiles) {
     EXPECT_EQ(ErrorReason(ClipTokenizer::Load(folder_).status()), "CORRUPT_FILE") << merges;
   }
   Write("merges.txt", kMerges);
-  for (const char* vocabulary : {"", "[]", "{\"a\": \"b\"}", "{\"a\": -1}", "{\"a\": 0}", "{\"a\": 99999999999}"}) {
+  for (const char* vocabulary :
+       {"", "[]", "{\"a\": \"b\"}", "{\"a\": -1}", "{\"a\": 0}", "{\"a\": 99999999999}"}) {
     Write("vocab.json", vocabulary);
     EXPECT_EQ(ErrorReason(ClipTokenizer::Load(folder_).status()), "CORRUPT_FILE") << vocabulary;
   }

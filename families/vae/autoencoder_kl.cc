@@ -46,7 +46,8 @@ absl::StatusOr<AutoencoderKlConfig> AutoencoderKlConfig::Load(const std::string&
   if (json.Has("latents_mean") || json.Has("latents_std")) refuse("a mean per latent channel");
   if (config.channels.empty() || config.channels.size() > 8) refuse("this number of levels");
   for (int64_t channels : config.channels) {
-    if (channels % config.groups != 0) refuse(absl::StrCat(channels, " channels in ", config.groups, " groups"));
+    if (channels % config.groups != 0)
+      refuse(absl::StrCat(channels, " channels in ", config.groups, " groups"));
   }
   RETURN_IF_ERROR(json.status());
   return config;
@@ -107,7 +108,8 @@ void AutoencoderKl::DescribeEncoder(ComponentLayout& layout) {
   encoder_.norm_out = GroupNorm::Describe(layout, "encoder.conv_norm_out", in, config_.groups, kNormEps);
   encoder_.out = Conv2d::Describe(layout, "encoder.conv_out", in, 2 * config_.latent_channels, 3, 1, 1);
   if (config_.quant_conv) {
-    quant_conv_ = Conv2d::Describe(layout, "quant_conv", 2 * config_.latent_channels, 2 * config_.latent_channels, 1);
+    quant_conv_ =
+        Conv2d::Describe(layout, "quant_conv", 2 * config_.latent_channels, 2 * config_.latent_channels, 1);
   }
 }
 
@@ -118,7 +120,8 @@ void AutoencoderKl::DescribeDecoder(ComponentLayout& layout) {
     post_quant_conv_ =
         Conv2d::Describe(layout, "post_quant_conv", config_.latent_channels, config_.latent_channels, 1);
   }
-  decoder_.in = Conv2d::Describe(layout, "decoder.conv_in", config_.latent_channels, channels.front(), 3, 1, 1);
+  decoder_.in =
+      Conv2d::Describe(layout, "decoder.conv_in", config_.latent_channels, channels.front(), 3, 1, 1);
   decoder_.middle = DescribeMiddle(layout, "decoder.mid_block");
   int64_t in = channels.front();
   for (size_t i = 0; i < channels.size(); ++i) {
@@ -150,8 +153,10 @@ AutoencoderKl::AutoencoderKl(const AutoencoderKlConfig& config) : config_(config
 // ------------------------------------------------------------------------------------------------ forward
 
 at::Tensor AutoencoderKl::Resnet::operator()(const WeightView& w, const at::Tensor& x) const {
-  at::Tensor h = conv1(w, Silu(norm1(w, x)));
-  h = conv2(w, Silu(norm2(w, h)));
+  at::Tensor h = Silu(norm1(w, x));
+  h = conv1(w, h);
+  h = Silu(norm2(w, h));
+  h = conv2(w, h);
   return h.add_(shortcut ? (*shortcut)(w, x) : x);
 }
 
@@ -209,29 +214,35 @@ at::Tensor AutoencoderKl::FromModel(const at::Tensor& latents) const {
 
 namespace {
 
-// A resnet at its widest holds its input, the normalised input and the convolution's output, and the
-// convolution may hold reordered copies of the latter two. Never more than that per place:
-constexpr int64_t kTensorsPerPlace = 3;
+// A convolution at its widest holds, beside the resnet's input: its input, its output, and copies of both in
+// the order that its kernel wants. So per place, with `in` and `out` channels: 3·in + 2·out or in + 4·out.
+// A heap has gaps.
+constexpr double kHeapGaps = 1.5;
 constexpr int64_t kSlackBytes = 16 << 20;
 
-int64_t LevelBytes(const std::vector<int64_t>& channels, int64_t width, int64_t height) {
-  int64_t most = 0;
+// `from`: the channels that level i's first resnet takes.
+int64_t LevelBytes(const std::vector<int64_t>& channels, const std::vector<int64_t>& from, int64_t width,
+                   int64_t height) {
+  double most = 0;
   for (size_t i = 0; i < channels.size(); ++i) {
-    const int64_t wider = i + 1 < channels.size() ? channels[i + 1] : channels[i];
-    const int64_t places = (width >> i) * (height >> i);
-    most = std::max(most, places * kTensorsPerPlace * (channels[i] + wider) * int64_t{sizeof(float)});
+    const int64_t floats = std::max(3 * from[i] + 2 * channels[i], from[i] + 4 * channels[i]);
+    most = std::max(most, static_cast<double>((width >> i) * (height >> i) * floats));
   }
-  return most + kSlackBytes;
+  return static_cast<int64_t>(kHeapGaps * most * sizeof(float)) + kSlackBytes;
 }
 
 }  // namespace
 
 int64_t AutoencoderKl::EncodeBytes(int64_t width, int64_t height) const {
-  return LevelBytes(config_.channels, width, height);
+  std::vector<int64_t> from = config_.channels;
+  std::copy(config_.channels.begin(), config_.channels.end() - 1, from.begin() + 1);
+  return LevelBytes(config_.channels, from, width, height);
 }
 
 int64_t AutoencoderKl::DecodeBytes(int64_t width, int64_t height) const {
-  return LevelBytes(config_.channels, width, height);
+  std::vector<int64_t> from = config_.channels;
+  std::copy(config_.channels.begin() + 1, config_.channels.end(), from.begin());
+  return LevelBytes(config_.channels, from, width, height);
 }
 
 // ------------------------------------------------------------------------------------------- file layouts
@@ -264,7 +275,8 @@ std::vector<KeyRule> LdmRules(int64_t levels, int64_t layers) {
     add(native + ".nin_shortcut", canonical + ".conv_shortcut");
   };
   for (int64_t i = 0; i < levels; ++i) {
-    const std::string down = absl::StrCat("encoder.down.", i), down_block = absl::StrCat("encoder.down_blocks.", i);
+    const std::string down = absl::StrCat("encoder.down.", i),
+                      down_block = absl::StrCat("encoder.down_blocks.", i);
     for (int64_t j = 0; j < layers; ++j) {
       add_resnet(absl::StrCat(down, ".block.", j), absl::StrCat(down_block, ".resnets.", j));
     }

@@ -218,6 +218,16 @@ class Session:
     def next(self):
         return next(self.call)
 
+    def until(self, kind: str):
+        """The first event of that kind; a failed job is an error."""
+        for response in self.call:
+            event = response.job_event.event
+            if event.WhichOneof("event") == kind:
+                return event
+            if event.WhichOneof("event") == "failed" or response.WhichOneof("response") == "error":
+                raise AssertionError(response)
+        raise AssertionError("the stream ended")
+
     def wait(self, job_id: str) -> Result:
         """Events of a job until its last one; the last is in events[-1]."""
         result = Result()

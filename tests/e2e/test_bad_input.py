@@ -29,7 +29,7 @@ BAD = {
     "width is no multiple of 16": ({"width": 100}, "params.width"),
     "height is zero": ({"height": 0}, "params.height"),
     "height is negative": ({"height": -16}, "params.height"),
-    "picture too large": ({"width": 4096, "height": 4096}, "params.width"),
+    "picture too large": ({"width": 4096, "height": 4096}, "params.height"),
     "no steps": ({"steps": 0}, "params.steps"),
     "a million steps": ({"steps": 1_000_000}, "params.steps"),
     "guidance is NaN": ({"guidance": math.nan}, "params.guidance"),
@@ -142,7 +142,7 @@ def with_loras(start, tmp_path):
         root.mkdir()
         for name, data in files.items():
             (root / f"{name}.safetensors").write_bytes(data)
-        return start("--lora-roots", f"{root},deploy/demo/loras")
+        return start("--lora-roots", str(root), "--lora-roots", "deploy/demo/loras")
 
     return make
 

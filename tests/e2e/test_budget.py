@@ -59,11 +59,11 @@ def test_a_cap_for_the_model_but_not_the_lora(start, free, smallest_cap):
 
 
 def test_a_cap_below_the_largest_component_says_so(start):
-    daemon = start("--ram-cap", "64KiB")
+    daemon = start("--ram-cap", "1MiB")
     error = daemon.fails()
     assert error.code == grpc.StatusCode.FAILED_PRECONDITION
     assert error.reason == "MODEL_EXCEEDS_BUDGET"
-    assert int(error.details["cap_bytes"]) == 64 << 10
+    assert int(error.details["cap_bytes"]) == 1 << 20
     daemon.expect_all_released()
 
 

@@ -25,8 +25,7 @@ def test_sigterm_lets_a_job_finish(start):
     daemon = start("--drain-timeout", "60s")
     session = daemon.session(lora=LORAS[:1])
     session.start("j", steps=60)
-    while session.next().job_event.event.WhichOneof("event") != "step":
-        pass
+    session.until("step")
     idle = daemon.session()
     daemon.process.send_signal(signal.SIGTERM)
     result = session.wait("j")
@@ -43,8 +42,7 @@ def test_sigterm_cancels_what_is_not_done_in_time(start):
     daemon = start("--drain-timeout", "1s")
     session = daemon.session()
     session.start("j", steps=1000, width=256, height=256)
-    while session.next().job_event.event.WhichOneof("event") != "step":
-        pass
+    session.until("step")
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.process.wait(timeout=30) == 0
 

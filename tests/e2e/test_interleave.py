@@ -56,7 +56,7 @@ def test_two_sessions_with_different_loras_on_one_sim_device(start):
 
 
 def test_four_sessions_on_two_devices(start):
-    daemon = start("--devices", "sim:0=256MiB,sim:1=256MiB")
+    daemon = start("--devices", "sim:0=256MiB", "--devices", "sim:1=256MiB")
     stacks = {"none": (), "a": (A,), "b": (B,), "ab": (A, f"{B}:0.5")}
     params = {"steps": 12, "seed": 5}
     alone = {n: daemon.generate(lora=s, **params).sha256 for n, s in stacks.items()}
@@ -71,8 +71,7 @@ def test_four_sessions_on_two_devices(start):
 def test_a_higher_priority_runs_first(daemon):
     low, high = daemon.session(priority=0), daemon.session(priority=5)
     low.start("low", steps=300)
-    while low.next().job_event.event.WhichOneof("event") != "step":
-        pass
+    low.until("step")
     high.run("high", steps=20)
     low.send(request_id="c", cancel={"job_id": "low"})
     steps = [e.step.index for e in low.wait("low").events if e.WhichOneof("event") == "step"]

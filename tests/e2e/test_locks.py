@@ -65,8 +65,7 @@ def test_dropping_the_model_in_the_middle_of_a_run_changes_nothing(daemon):
     expected = daemon.generate(steps=40).sha256
     session = daemon.session()
     session.start("j", steps=40)
-    while session.next().job_event.event.WhichOneof("event") != "step":
-        pass
+    session.until("step")
     assert daemon.cache.DropModel(cache_pb2.DropModelRequest(name=MODEL)).stale_records >= 1
     assert session.wait("j").sha256 == expected
     session.close()
@@ -96,8 +95,7 @@ def test_half_close_lets_the_job_finish(daemon):
 def test_cancel_of_the_call(daemon):
     session = daemon.session(lora=(A, B))
     session.start("j", steps=1000)
-    while session.next().job_event.event.WhichOneof("event") != "step":
-        pass
+    session.until("step")
     session.call.cancel()
     daemon.expect_all_released()
 
@@ -106,8 +104,7 @@ def test_cancel_of_a_job_leaves_the_session(daemon):
     session = daemon.session(lora=(A, B))
     session.start("j", steps=1000)
     session.start("queued", steps=1000)
-    while session.next().job_event.event.WhichOneof("event") != "step":
-        pass
+    session.until("step")
     daemon.server.CancelJob(server_pb2.CancelJobRequest(session=session.opened.session, job_id="queued"))
     session.send(request_id="c", cancel={"job_id": "j"})
     seen = {}
@@ -194,15 +191,14 @@ def kill_in(daemon, phase, argument):
 
 def test_kill_dash_nine_while_waiting_for_memory(start):
     """A job that waits in a load: its client's death ends the wait."""
+    size = {"width": 512, "height": 512}
     probe = start()
-    probe.generate()
-    sizes = {r.kind: r.bytes for r in probe.stats().records}
+    peak = probe.generate(steps=1, **size).done.peak_ram_bytes
     probe.stop()
-    daemon = start("--ram-cap", str(int(sizes["transformer"] * 1.9) + (8 << 20)), "--memory-wait-timeout", "60s")
+    daemon = start("--ram-cap", str(int(peak * 1.02)), "--memory-wait-timeout", "60s")  # room for one of them
     holder = daemon.session()
-    holder.start("long", steps=1000, width=512, height=512)
-    while holder.next().job_event.event.WhichOneof("event") != "step":
-        pass
-    kill_in(daemon, "PHASE_LOADING", json.dumps({"prompt": "x", "steps": 4, "width": 512, "height": 512}))
+    holder.start("long", steps=1000, **size)
+    holder.until("step")
+    kill_in(daemon, "PHASE_LOADING", json.dumps({"prompt": "x", "steps": 4, **size}))
     holder.close()
     daemon.expect_all_released()

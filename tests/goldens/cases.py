@@ -216,10 +216,14 @@ def pipeline(folder: Path) -> FluxPipeline:
         transformer=FluxTransformer2DModel.from_pretrained(folder / "transformer").float().eval())
 
 
-def run(out: Path, name: str, folder: Path, *, prompt: str, width: int, height: int, steps: int, seeds: list[int],
-        length: int, guidance: float = 0.0, negative: str | None = None, true_cfg_scale: float = 1.0,
-        init: np.ndarray | None = None, strength: float = 1.0) -> None:
-    pipe = pipeline(folder)
+def run(out: Path, name: str, folder: Path, **arguments) -> None:
+    run_with(pipeline(folder), out, name, folder, **arguments)
+
+
+def run_with(pipe: FluxPipeline, out: Path, name: str, folder: Path, *, prompt: str, width: int, height: int,
+             steps: int, seeds: list[int], length: int, guidance: float = 0.0, negative: str | None = None,
+             true_cfg_scale: float = 1.0, init: np.ndarray | None = None, strength: float = 1.0) -> None:
+    """Whole runs, one per seed: conditioning, latents after every step, pictures."""
     pipe.set_progress_bar_config(disable=True)
     tensors = {"prompt": text(prompt)}
     embeds, pooled, _ = pipe.encode_prompt(prompt=prompt, prompt_2=None, max_sequence_length=length)

@@ -62,7 +62,8 @@ void CheckTransformer(const std::string& name, const Golden& golden, const Loade
   const c10::InferenceMode inference;
   const FluxTransformer& transformer = *loaded.transformer;
   const WeightView view(*loaded.weights, nullptr);
-  const FluxText text = transformer.PrepareText(view, golden["t5"], golden.Int("rows"), golden.Int("columns"));
+  const FluxText text =
+      transformer.PrepareText(view, golden["t5"], golden.Int("rows"), golden.Int("columns"));
   const FluxConditioning conditioning =
       transformer.PrepareConditioning(view, golden["pooled"], golden.Double("guidance"));
   const at::Tensor vec =
@@ -82,7 +83,8 @@ void CheckTransformer(const std::string& name, const Golden& golden, const Loade
   };
   check_blocks("double", transformer.double_blocks());
   check_blocks("single", transformer.single_blocks());
-  EXPECT_LE(Report(name + " velocity", RelativeError(transformer(view, golden["x"], vec, text), golden["velocity"])),
+  EXPECT_LE(Report(name + " velocity",
+                   RelativeError(transformer(view, golden["x"], vec, text), golden["velocity"])),
             kBlockTolerance);
 }
 
@@ -93,13 +95,14 @@ TEST_P(FluxTransformerGolden, BlocksAndVelocityAgree) {
 }
 INSTANTIATE_TEST_SUITE_P(
     All, FluxTransformerGolden,
-    testing::Values(Source{"dev", "tiny-dev", "", "transformer-dev"},
-                    Source{"dev native", "tiny-dev", "native/dev.safetensors", "transformer-dev"},
-                    Source{"dev one file", "tiny-dev", "native/dev-diffusers-names.safetensors", "transformer-dev"},
-                    Source{"schnell", "tiny-schnell", "", "transformer-schnell"},
-                    Source{"schnell native", "tiny-schnell", "native/schnell.safetensors", "transformer-schnell"},
-                    // Guidance is seen in the file, not taken from the folder that lends the rest.
-                    Source{"dev on schnell", "tiny-schnell", "native/dev.safetensors", "transformer-dev"}),
+    testing::Values(
+        Source{"dev", "tiny-dev", "", "transformer-dev"},
+        Source{"dev native", "tiny-dev", "native/dev.safetensors", "transformer-dev"},
+        Source{"dev one file", "tiny-dev", "native/dev-diffusers-names.safetensors", "transformer-dev"},
+        Source{"schnell", "tiny-schnell", "", "transformer-schnell"},
+        Source{"schnell native", "tiny-schnell", "native/schnell.safetensors", "transformer-schnell"},
+        // Guidance is seen in the file, not taken from the folder that lends the rest.
+        Source{"dev on schnell", "tiny-schnell", "native/dev.safetensors", "transformer-dev"}),
     [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 TEST(FluxTransformerWideGolden, PublishedHeadsStoredInBf16AgreeWithUpcastWeights) {
@@ -142,7 +145,8 @@ void CheckRun(const std::string& name, const Golden& golden, const Pipeline& pip
     EXPECT_LE(Report(absl::StrCat(name, " latents of picture ", i), error), kRunTolerance);
     // A value that lies on the edge between two bytes may fall to either side.
     const at::Tensor difference =
-        (result.pixels[static_cast<size_t>(i)].to(at::kInt) - golden[absl::StrCat("pixels.", i)].to(at::kInt)).abs();
+        (result.pixels[static_cast<size_t>(i)].to(at::kInt) - golden[absl::StrCat("pixels.", i)].to(at::kInt))
+            .abs();
     EXPECT_LE(difference.max().item<int>(), 1);
     EXPECT_LE(Report(absl::StrCat(name, " share of bytes off by one"),
                      difference.to(at::kDouble).mean().item<double>()),
@@ -156,16 +160,17 @@ TEST_P(FluxRunGolden, LatentsOfEveryStepAndPixelsAgree) {
   const Source& source = GetParam();
   CheckRun(source.name, Golden(source.golden), *OpenModel(Files(source.folder, source.file)));
 }
-INSTANTIATE_TEST_SUITE_P(
-    All, FluxRunGolden,
-    testing::Values(Source{"txt2img dev", "tiny-dev", "", "run-dev"},
-                    Source{"txt2img dev native", "tiny-dev", "native/dev.safetensors", "run-dev"},
-                    Source{"txt2img schnell", "tiny-schnell", "", "run-schnell"},
-                    Source{"txt2img schnell native", "tiny-schnell", "native/schnell.safetensors", "run-schnell"},
-                    Source{"true CFG", "tiny-dev", "", "run-true-cfg"},
-                    Source{"img2img", "tiny-dev", "", "run-img2img"},
-                    Source{"bf16 weights", "tiny-bf16", "", "run-bf16"}),
-    [](const auto& info) { return "Case" + std::to_string(info.index); });
+INSTANTIATE_TEST_SUITE_P(All, FluxRunGolden,
+                         testing::Values(Source{"txt2img dev", "tiny-dev", "", "run-dev"},
+                                         Source{"txt2img dev native", "tiny-dev", "native/dev.safetensors",
+                                                "run-dev"},
+                                         Source{"txt2img schnell", "tiny-schnell", "", "run-schnell"},
+                                         Source{"txt2img schnell native", "tiny-schnell",
+                                                "native/schnell.safetensors", "run-schnell"},
+                                         Source{"true CFG", "tiny-dev", "", "run-true-cfg"},
+                                         Source{"img2img", "tiny-dev", "", "run-img2img"},
+                                         Source{"bf16 weights", "tiny-bf16", "", "run-bf16"}),
+                         [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 TEST(FluxDemoGolden, DemoModelAgrees) {
   if (!Golden::Exists("demo-run")) GTEST_SKIP() << "the demo model is not there";

@@ -28,7 +28,7 @@ def stamp(demo: Path | None) -> str:
             if file.is_file():
                 digest.update(f"{file.relative_to(demo)} {file.stat().st_size}".encode())
                 digest.update(file.read_bytes())
-    packages = ("torch", "diffusers", "transformers", "tokenizers", "sentencepiece", "pillow")
+    packages = ("torch", "diffusers", "transformers", "tokenizers", "sentencepiece", "peft", "pillow")
     return "\n".join([digest.hexdigest(), *(f"{p} {version(p)}" for p in packages)])
 
 
@@ -54,12 +54,14 @@ def main() -> None:
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     import cases
+    import loras
     import models
 
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     models.build_all(args.out)
     cases.write_all(args.out, demo)
+    loras.write_all(args.out)
     file.write_text(wanted)
 
 

@@ -33,7 +33,8 @@ std::string GoldenPath(const std::string& below) {
 
 bool Golden::Exists(const std::string& name) { return std::filesystem::exists(CasePath(name)); }
 
-Golden::Golden(const std::string& name) : name_(name), files_(OrDie(WeightFiles::Open(CasePath(name)), name)) {}
+Golden::Golden(const std::string& name)
+    : name_(name), files_(OrDie(WeightFiles::Open(CasePath(name)), name)) {}
 
 at::Tensor Golden::operator[](const std::string& name) const {
   if (!Has(name)) Die(name_ + " has no tensor " + name);
@@ -93,13 +94,16 @@ std::unique_ptr<Pipeline> OpenModel(const ModelFiles& files) {
   Die("no family knows " + files.name);
 }
 
-RunResult Generate(const Pipeline& pipeline, GenerateParams params) {
+RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays) {
   auto check = [](const absl::Status& status) {
     if (!status.ok()) Die(status.ToString());
   };
   std::map<std::string, std::shared_ptr<const WeightSet>> weights;
   for (const Component& component : pipeline.components()) weights[component.name] = Load(component);
-  auto view = [&](const std::string& name) { return WeightView(*weights.at(name), nullptr); };
+  auto view = [&](const std::string& name) {
+    const auto overlay = overlays.find(name);
+    return WeightView(*weights.at(name), overlay == overlays.end() ? nullptr : overlay->second.get());
+  };
 
   RunResult result;
   check(pipeline.Validate(params));
@@ -119,7 +123,8 @@ RunResult Generate(const Pipeline& pipeline, GenerateParams params) {
   const WeightView decoder_view = view(pipeline.decoder_component());
   for (size_t i = 0; i < params.seeds.size(); ++i) {
     result.pixels.push_back(
-        OrDie(pipeline.Decode(decoder_view, result.latents.back().narrow(0, static_cast<int64_t>(i), 1)), "Decode"));
+        OrDie(pipeline.Decode(decoder_view, result.latents.back().narrow(0, static_cast<int64_t>(i), 1)),
+              "Decode"));
   }
   return result;
 }

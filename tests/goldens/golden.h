@@ -11,6 +11,7 @@
 #include "ATen/core/Tensor.h"
 #include "cache/weight_files.h"
 #include "families/family.h"
+#include "patcher/overlay.h"
 
 namespace latentd {
 
@@ -60,8 +61,10 @@ struct RunResult {
   std::vector<at::Tensor> pixels;   // uint8 [H, W, 3] of each picture
   Conditioning conditioning;
 };
+// By component; those without one have no patches.
+using Overlays = std::map<std::string, std::shared_ptr<const Overlay>>;
 // A whole generation, phase by phase, as the server runs it.
-RunResult Generate(const Pipeline& pipeline, GenerateParams params);
+RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays = {});
 
 }  // namespace latentd
 

@@ -43,13 +43,15 @@ PatchSpec Spec(std::shared_ptr<const ModelPatch> patch, double weight, const std
   return spec;
 }
 
-Overlays OverlaysOf(const Pipeline& pipeline, const std::shared_ptr<const ModelPatch>& patch, PatchMode mode) {
+Overlays OverlaysOf(const Pipeline& pipeline, const std::shared_ptr<const ModelPatch>& patch,
+                    PatchMode mode) {
   Overlays overlays;
   for (const Component& component : pipeline.components()) {
     if (!component.patch_target) continue;
     std::vector<PatchSpec> specs;
     specs.push_back(Spec(patch, kWeight));
-    auto overlay = LayerPatcher::Apply(*Load(component), *component.patch_target, std::move(specs), {.mode = mode});
+    auto overlay =
+        LayerPatcher::Apply(*Load(component), *component.patch_target, std::move(specs), {.mode = mode});
     EXPECT_TRUE(overlay.ok()) << overlay.status();
     overlays[component.name] = *overlay;
   }
@@ -81,9 +83,11 @@ TEST_P(LoraGolden, AWholeRunAgreesWithPeft) {
   params.max_sequence_length = golden.Int("length");
   params.seeds = {static_cast<uint64_t>(golden.Ints("seed.0")[0])};
   const RunResult result = Generate(*pipeline, params, OverlaysOf(*pipeline, patch, GetParam().mode));
-  const std::string name = absl::StrCat(GetParam().naming, GetParam().mode == PatchMode::kDirect ? " direct" : " sidecar");
+  const std::string name =
+      absl::StrCat(GetParam().naming, GetParam().mode == PatchMode::kDirect ? " direct" : " sidecar");
   EXPECT_LE(Report(name + " t5", RelativeError(result.conditioning.at("t5"), golden["t5"])), kBlockTolerance);
-  EXPECT_LE(Report(name + " pooled", RelativeError(result.conditioning.at("pooled"), golden["pooled"])), kBlockTolerance);
+  EXPECT_LE(Report(name + " pooled", RelativeError(result.conditioning.at("pooled"), golden["pooled"])),
+            kBlockTolerance);
   double error = 0;
   for (size_t k = 0; k < result.latents.size(); ++k) {
     error = std::max(error, RelativeError(result.latents[k], golden[absl::StrCat("latents.0.", k + 1)]));
@@ -93,7 +97,8 @@ TEST_P(LoraGolden, AWholeRunAgreesWithPeft) {
 
 std::vector<Case> Cases() {
   std::vector<Case> cases;
-  for (const char* naming : {"diffusers", "peft", "adapter", "kohya", "kohya-te3", "kohya-diffusers", "bfl", "bfl-bare"}) {
+  for (const char* naming :
+       {"diffusers", "peft", "adapter", "kohya", "kohya-te3", "kohya-diffusers", "bfl", "bfl-bare"}) {
     for (PatchMode mode : {PatchMode::kDirect, PatchMode::kSidecar}) cases.push_back({naming, mode});
   }
   return cases;
@@ -116,7 +121,8 @@ class LayerPatcherTest : public testing::Test {
     slot = transformer->layout->Find("transformer_blocks.0.attn.to_q.weight");
   }
   std::shared_ptr<const Overlay> Apply(std::vector<PatchSpec> specs, PatchMode mode) {
-    auto overlay = LayerPatcher::Apply(*weights, *transformer->patch_target, std::move(specs), {.mode = mode});
+    auto overlay =
+        LayerPatcher::Apply(*weights, *transformer->patch_target, std::move(specs), {.mode = mode});
     EXPECT_TRUE(overlay.ok()) << overlay.status();
     return *overlay;
   }
@@ -176,7 +182,8 @@ TEST_F(LayerPatcherTest, BaseWeightsAreNeverWritten) {
   for (PatchMode mode : {PatchMode::kDirect, PatchMode::kSidecar}) {
     auto overlay = Apply(Two("diffusers", "kohya"), mode);
     const WeightView view(*weights, overlay.get());
-    view.Linear(slot, {}, at::ones({3, transformer->layout->tensors()[static_cast<size_t>(slot.index)].shape[1]}));
+    view.Linear(slot, {},
+                at::ones({3, transformer->layout->tensors()[static_cast<size_t>(slot.index)].shape[1]}));
   }
   for (size_t i = 0; i < before.size(); ++i) {
     EXPECT_TRUE(at::equal(before[i], (*weights)[Slot{static_cast<int32_t>(i)}].data));

@@ -133,7 +133,7 @@ def write_all(out: Path) -> None:
         "bfl-bare": dotted_kohya("", native) | diffusers_encoders,
     }
     for name, tensors in spellings.items():
-        save_file({k: v.contiguous() for k, v in tensors.items()}, files / f"{name}.safetensors")
+        save_file({k: v.contiguous().clone() for k, v in tensors.items()}, files / f"{name}.safetensors")
 
     with_lora(pipe.transformer, transformer, WEIGHT)
     with_lora(pipe.text_encoder, clip, WEIGHT)

@@ -5,9 +5,9 @@
 #include <fstream>
 #include <sstream>
 
+#include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "ATen/ATen.h"
 #include "cache/error.h"
 #include "families/flux/flux_pipeline.h"
 #include "gmock/gmock.h"
@@ -38,7 +38,9 @@ class OpenGolden : public testing::Test {
     ASSERT_NE(changed, text.str()) << from;
     std::ofstream(folder_ + "/" + file) << changed;
   }
-  void Write(const std::string& file, const std::string& text) { std::ofstream(folder_ + "/" + file) << text; }
+  void Write(const std::string& file, const std::string& text) {
+    std::ofstream(folder_ + "/" + file) << text;
+  }
 
   bool Detected() const { return AllFamilies()[0]->Detect(files_); }
   absl::StatusOr<std::unique_ptr<Pipeline>> Open() const { return AllFamilies()[0]->Open(files_); }
@@ -64,8 +66,9 @@ TEST_F(OpenGolden, AFolderGivesItsComponentsAndDefaults) {
 TEST_F(OpenGolden, LatentdJsonSetsDefaultsAndThePreview) {
   std::string factors = "[0.5, 0, 0]";
   for (int i = 1; i < 16; ++i) factors += ", [0, 0, 0]";
-  Write("latentd.json", absl::StrCat(R"({"defaults": {"width": 64, "height": 48, "steps": 9}, "latent_rgb": {"factors": [)",
-                                     factors, R"(], "bias": [0, -1, 1]}})"));
+  Write("latentd.json",
+        absl::StrCat(R"({"defaults": {"width": 64, "height": 48, "steps": 9}, "latent_rgb": {"factors": [)",
+                     factors, R"(], "bias": [0, -1, 1]}})"));
   auto pipeline = Open();
   ASSERT_TRUE(pipeline.ok()) << pipeline.status();
   EXPECT_EQ((*pipeline)->defaults().width, 64);
@@ -85,7 +88,8 @@ TEST_F(OpenGolden, RealLatentSpacesHaveAPreviewAndOthersNone) {
 }
 
 TEST_F(OpenGolden, BrokenSettingsAreRefused) {
-  for (const char* text : {"{", "[]", R"({"defaults": {"steps": "9"}})", R"({"latent_rgb": {"factors": [["x"]]}})"}) {
+  for (const char* text :
+       {"{", "[]", R"({"defaults": {"steps": "9"}})", R"({"latent_rgb": {"factors": [["x"]]}})"}) {
     Write("latentd.json", text);
     EXPECT_EQ(OpenError(), "CORRUPT_FILE") << text;
   }
@@ -124,10 +128,10 @@ TEST_F(OpenGolden, PartsThatDoNotFitEachOtherAreRefused) {
 
 TEST_F(OpenGolden, MissingAndBrokenFilesHaveReasons) {
   const std::vector<std::pair<std::string, std::string>> broken = {
-      {"tokenizer/vocab.json", "{"},       {"tokenizer/merges.txt", "a b c d"},
-      {"tokenizer_2/spiece.model", "xx"},  {"transformer/config.json", "null"},
-      {"text_encoder/config.json", "{]"},  {"text_encoder_2/config.json", ""},
-      {"vae/config.json", "\"text\""},     {"scheduler/scheduler_config.json", "{\"shift\": []}"},
+      {"tokenizer/vocab.json", "{"},      {"tokenizer/merges.txt", "a b c d"},
+      {"tokenizer_2/spiece.model", "xx"}, {"transformer/config.json", "null"},
+      {"text_encoder/config.json", "{]"}, {"text_encoder_2/config.json", ""},
+      {"vae/config.json", "\"text\""},    {"scheduler/scheduler_config.json", "{\"shift\": []}"},
   };
   for (const auto& [file, text] : broken) {
     fs::rename(folder_ + "/" + file, folder_ + "/saved");

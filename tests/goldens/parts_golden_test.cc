@@ -34,7 +34,8 @@ TEST(Tokenizers, T5GivesTheIdsOfTransformers) {
     ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
     for (int64_t i = 0; i < golden.Int("count"); ++i) {
       const std::string text = golden.Text(absl::StrCat("text.", i));
-      EXPECT_EQ((*tokenizer)->Encode(text, 128), golden.Ints(absl::StrCat(name, ".", i))) << name << i << ": " << text;
+      EXPECT_EQ((*tokenizer)->Encode(text, 128), golden.Ints(absl::StrCat(name, ".", i)))
+          << name << i << ": " << text;
       EXPECT_EQ((*tokenizer)->Encode(text, 7), golden.Ints(absl::StrCat(name, "_short.", i))) << name << i;
     }
   }
@@ -102,11 +103,13 @@ TEST_P(VaeGolden, PosteriorAndDecodedPictureAgree) {
   const std::string name = GetParam();
   EXPECT_LE(Report(name + " mean", RelativeError(posterior.mean, golden["mean"])), kBlockTolerance);
   EXPECT_LE(Report(name + " std", RelativeError(posterior.std, golden["std"])), kBlockTolerance);
-  EXPECT_LE(Report(name + " decoded", RelativeError(model.Decode(view, golden["latents"]), golden["decoded"])),
-            kBlockTolerance);
+  EXPECT_LE(
+      Report(name + " decoded", RelativeError(model.Decode(view, golden["latents"]), golden["decoded"])),
+      kBlockTolerance);
 }
 INSTANTIATE_TEST_SUITE_P(All, VaeGolden,
-                         testing::Values("vae-plain", "vae-ldm", "vae-old-names", "vae-quant", "vae-no-attention"));
+                         testing::Values("vae-plain", "vae-ldm", "vae-old-names", "vae-quant",
+                                         "vae-no-attention"));
 
 class ScheduleGolden : public testing::TestWithParam<const char*> {};
 
@@ -137,8 +140,8 @@ TEST_P(ScheduleGolden, SigmasAndEulerStepsAgree) {
   EXPECT_LE(Report(name + " after Euler steps", end_error), 1e-4);
 }
 INSTANTIATE_TEST_SUITE_P(All, ScheduleGolden,
-                         testing::Values("static-1", "static-3", "dynamic", "dynamic-linear", "dynamic-terminal",
-                                         "static-terminal"));
+                         testing::Values("static-1", "static-3", "dynamic", "dynamic-linear",
+                                         "dynamic-terminal", "static-terminal"));
 
 TEST(Noise, IsThatOfTorchForTheSameSeed) {
   const Golden golden("noise");
@@ -156,7 +159,8 @@ TEST(Resize, GivesPillowsBytes) {
     const at::Tensor to = golden[absl::StrCat("to.", i)].contiguous();
     const std::vector<uint8_t> resized =
         ResizeLanczos(from.const_data_ptr<uint8_t>(), from.size(1), from.size(0), to.size(1), to.size(0));
-    const std::vector<uint8_t> expected(to.const_data_ptr<uint8_t>(), to.const_data_ptr<uint8_t>() + to.numel());
+    const std::vector<uint8_t> expected(to.const_data_ptr<uint8_t>(),
+                                        to.const_data_ptr<uint8_t>() + to.numel());
     EXPECT_EQ(resized, expected) << i;
   }
 }
