@@ -193,10 +193,15 @@ def test_kill_dash_nine_while_waiting_for_memory(start):
     """A job that waits in a load: its client's death ends the wait."""
     size = {"width": 512, "height": 512}
     probe = start()
-    peak = probe.generate(steps=1, **size).done.peak_ram_bytes
+    running = probe.session(lora=(A, B))
+    running.start("j", steps=1000, **size)
+    running.until("step")
+    budget = probe.stats().ram_budget
     probe.stop()
-    daemon = start("--ram-cap", str(int(peak * 1.02)), "--memory-wait-timeout", "60s")  # room for one of them
-    holder = daemon.session()
+    # Room for one of them and for the second one's LoRAs, not for its work.
+    cap = budget.in_use_bytes + budget.reserved_bytes + (64 << 10)
+    daemon = start("--ram-cap", str(cap), "--memory-wait-timeout", "60s")
+    holder = daemon.session(lora=(A, B))
     holder.start("long", steps=1000, **size)
     holder.until("step")
     kill_in(daemon, "PHASE_LOADING", json.dumps({"prompt": "x", "steps": 4, **size}))

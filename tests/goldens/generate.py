@@ -24,9 +24,9 @@ def stamp(demo: Path | None) -> str:
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
     if demo is not None:
-        for file in sorted(demo.rglob("*")):
+        for file in sorted([*demo.rglob("*"), *(demo.parents[1] / "loras").glob("*")]):
             if file.is_file():
-                digest.update(f"{file.relative_to(demo)} {file.stat().st_size}".encode())
+                digest.update(f"{file.relative_to(demo.parents[1])} {file.stat().st_size}".encode())
                 digest.update(file.read_bytes())
     packages = ("torch", "diffusers", "transformers", "tokenizers", "sentencepiece", "peft", "pillow")
     return "\n".join([digest.hexdigest(), *(f"{p} {version(p)}" for p in packages)])
@@ -61,7 +61,7 @@ def main() -> None:
     args.out.mkdir(parents=True)
     models.build_all(args.out)
     cases.write_all(args.out, demo)
-    loras.write_all(args.out)
+    loras.write_all(args.out, demo)
     file.write_text(wanted)
 
 

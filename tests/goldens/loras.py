@@ -73,7 +73,19 @@ def text_module(name: str) -> str:
     return name if name.startswith("text_model.") else "text_model." + name
 
 
-def write_all(out: Path) -> None:
+def demo_runs(out: Path, demo: Path) -> None:
+    """The demo's own LoRAs through diffusers' loader."""
+    for file in sorted((demo.parents[1] / "loras").glob("*.safetensors")):
+        pipe = cases.pipeline(demo.resolve())
+        pipe.load_lora_weights(str(file), adapter_name="oracle")
+        pipe.set_adapters("oracle", WEIGHT)
+        cases.run_with(pipe, out, f"demo-lora-{file.stem}", demo.resolve(), prompt="a red circle on a blue background",
+                       width=128, height=128, steps=6, seeds=[1], length=64)
+
+
+def write_all(out: Path, demo: Path | None) -> None:
+    if demo is not None:
+        demo_runs(out, demo)
     folder = out / "tiny-dev"
     files = out / "loras"
     files.mkdir()

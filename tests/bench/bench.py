@@ -1,0 +1,274 @@
+"""All benchmarks, and one table. Started by run.sh.
+
+Both sides of a ratio are measured in turns, so that a busy machine hurts both alike, on one thread where
+nothing else is said. The ratio is that of the fastest measurements; that of the medians stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import diffusers  # noqa: E402
+import torch  # noqa: E402
+
+import models  # noqa: E402
+from latentd_side import Bench, NoopDaemon, peak_memory  # noqa: E402
+from models import Shape  # noqa: E402
+from reference import Diffusers  # noqa: E402
+from report import Row, Table  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "deploy/demo"
+MB = 1 << 20
+
+MIDDLE = Shape(heads=6, double=1, single=5)    # 69 M parameters
+BIG = Shape(heads=10, double=1, single=3)      # 142 M
+MIDDLE_SIDE, MIDDLE_TOKENS = 256, 64           # 256 picture tokens, 64 text tokens
+DEMO_SIDE, DEMO_TOKENS = 128, 64
+TOLERANCE = 1e-3                               # of whole runs, as in the golden tests
+
+
+class Benchmarks:
+    def __init__(self, build: Path, work: Path):
+        self.work, self.bin, self.program = work, build / "bin", build / "tests/latentd_bench"
+        self.table = Table()
+        self.bench = Bench(self.program)
+
+    def close(self) -> None:
+        self.bench.close()
+
+    # --- steps ---------------------------------------------------------------
+
+    def run_steps(self, sides: dict, side: int, rounds: int, block: int) -> dict[str, list[float]]:
+        """Milliseconds per step by side: rounds of `block` steps of each, after one for warming up. A side is a
+        model of diffusers or the key of one of latentd's."""
+        steps = block * (rounds + 1)
+        for what in sides.values():
+            if isinstance(what, Diffusers):
+                what.begin(steps)
+            else:
+                self.bench("begin", what, side, steps)
+        times = {name: [] for name in sides}
+        gc.collect()
+        gc.disable()
+        for i in range(rounds + 1):
+            for name, what in sides.items():
+                ms = what.step(block) if isinstance(what, Diffusers) else self.bench("step", what, block)["ms"]
+                if i > 0:
+                    times[name] += ms
+        gc.enable()
+        return times
+
+    def check_same(self, reference: Diffusers, key: str, tolerance: float = TOLERANCE) -> None:
+        """The two have drawn the same picture; otherwise there is nothing to compare."""
+        ours, theirs = torch.tensor(self.bench("latents", key)["latents"]), reference.result()
+        error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+        print(f"  {key}: results differ by {error:.1e}", flush=True)
+        if not error <= tolerance:
+            raise RuntimeError(f"{key}: not the same result as diffusers: {error}")
+
+    def demo_steps(self, model: Path, inputs: Path) -> None:
+        as_fp32 = self.work / "demo-fp32"
+        models.convert_model(as_fp32, model, torch.float32)
+        self.bench("open", "demo", as_fp32, inputs)
+        self.bench("open", "demo-stored", model, inputs)
+        reference = Diffusers(model, inputs)
+        sides = {"reference": reference, "ours": "demo", "stored": "demo-stored"}
+        t = self.run_steps(sides, DEMO_SIDE, rounds=25, block=8)
+        self.check_same(reference, "demo")
+        self.check_same(reference, "demo-stored")
+        self.table.compare("step, demo model, fp32 against diffusers", t["ours"], t["reference"], 0.40)
+        self.table.compare("step, demo model as it is stored (bf16) against diffusers fp32", t["stored"],
+                           t["reference"], 0.40)
+        self.bench("close", "demo")
+        self.lora_switches("demo model", "demo-stored", reference,
+                           sorted((DEMO / "loras").glob("*.safetensors"))[:2], rounds=12, block=10)
+        self.lora_steps("demo model", "demo-stored", model, inputs, DEMO_SIDE, rounds=15, block=8)
+        self.bench("close", "demo-stored")
+
+    def middle_steps(self, folder: Path, inputs: Path) -> None:
+        stored_bf16 = self.work / "middle-bf16"
+        models.convert_model(stored_bf16, folder, torch.bfloat16)
+        self.bench("open", "middle", folder, inputs)
+        self.bench("open", "middle-bf16", stored_bf16, inputs)
+        reference = Diffusers(folder, inputs)
+        sides = {"reference": reference, "ours": "middle", "bf16": "middle-bf16"}
+        t = self.run_steps(sides, MIDDLE_SIDE, rounds=16, block=1)
+        self.check_same(reference, "middle")
+        self.table.compare("step, 69-M model, fp32 against diffusers", t["ours"], t["reference"], 0.95)
+        self.table.compare("step, 69-M model, stored as bf16 against stored as fp32", t["bf16"], t["ours"], 1.15)
+
+        torch.set_num_threads(2)
+        self.bench("threads", 2)
+        del sides["bf16"]
+        t = self.run_steps(sides, MIDDLE_SIDE, rounds=8, block=1)
+        self.table.compare("step, 69-M model, fp32 against diffusers, 2 threads", t["ours"], t["reference"])
+        torch.set_num_threads(1)
+        self.bench("threads", 1)
+        self.bench("close", "middle-bf16")
+
+        loras = [self.work / f"rank16-{name}.safetensors" for name in "ab"]
+        for i, lora in enumerate(loras):
+            models.write_lora(lora, folder, rank=16, seed=10 + i)
+        self.lora_switches("69-M model, rank 16", "middle", reference, loras, rounds=5, block=4)
+        self.lora_steps("69-M model", "middle", folder, inputs, MIDDLE_SIDE, rounds=10, block=1)
+        self.bench("close", "middle")
+
+    # --- LoRAs ---------------------------------------------------------------
+
+    def lora_switches(self, name: str, key: str, reference: Diffusers, files: list[Path], rounds: int,
+                      block: int) -> None:
+        """One LoRA in place of another, both in memory: ours as records, peft's as files in the page cache or as
+        tensors, whichever is faster."""
+        tensors = [models.load_file(f) for f in files]
+        times = {way: [] for way in ("sidecar", "direct", "file", "tensors", "hotswap", "choose")}
+
+        def ours(mode: str) -> None:
+            times[mode] += self.bench("lora", key, mode, block, *files)["ms"][1:]
+
+        for i in range(rounds):
+            ours("sidecar")
+            for k, file in enumerate(files):
+                file_ms = reference.replace(str(file), low_memory=True)
+                tensors_ms = reference.replace(dict(tensors[k]), low_memory=True)
+                if i > 0:
+                    times["file"].append(file_ms)
+                    times["tensors"].append(tensors_ms)
+            ours("direct")
+        one = tensors[0]
+        other = {k: v + 1e-3 for k, v in one.items()}
+        reference.drop_loras()
+        reference.replace(dict(one), low_memory=True)
+        for _ in range(rounds):
+            ours("sidecar")
+            times["hotswap"] += [reference.hotswap(dict(other)), reference.hotswap(dict(one))]
+        first = reference.adapter
+        reference.transformer.load_lora_adapter(dict(other), prefix="transformer", adapter_name="second")
+        for _ in range(rounds):
+            ours("sidecar")
+            times["choose"] += [reference.choose("second"), reference.choose(first)]
+        reference.drop_loras()
+        self.bench("no-lora", key)
+        fastest = min(times["file"], times["tensors"], key=min)
+        self.table.compare(f"change of LoRA, {name}, sidecar against peft", times["sidecar"], fastest, 0.05)
+        self.table.compare(f"change of LoRA, {name}, direct against peft", times["direct"], fastest)
+        self.table.compare(f"change of LoRA, {name}, sidecar against peft's hotswap (same layers and rank)",
+                           times["sidecar"], times["hotswap"])
+        self.table.compare(f"change of LoRA, {name}, sidecar against set_adapters of two that the network has",
+                           times["sidecar"], times["choose"])
+
+    def lora_steps(self, name: str, key: str, folder: Path, inputs: Path, side: int, rounds: int, block: int) -> None:
+        lora = self.work / f"{key}-rank16.safetensors"
+        models.write_lora(lora, folder, rank=16, seed=20)
+        with_lora = f"{key}-lora"
+        self.bench("open", with_lora, folder, inputs)
+        self.bench("lora", with_lora, "sidecar", 1, lora)
+        reference = Diffusers(folder, inputs)
+        reference.replace(str(lora), low_memory=True)
+        sides = {"reference": reference, "base": key, "lora": with_lora}
+        t = self.run_steps(sides, side, rounds, block)
+        self.check_same(reference, with_lora)
+        self.table.compare(f"step, {name} with a LoRA of rank 16 on all layers, sidecar against none", t["lora"],
+                           t["base"])
+        self.table.compare(f"step, {name} with that LoRA, sidecar against diffusers and peft", t["lora"], t["reference"])
+        self.bench("close", with_lora)
+
+    # --- files and memory ----------------------------------------------------
+
+    def loads(self, aligned: Path, shifted: Path) -> None:
+        for what, folder in (("tensors at multiples of 16 bytes", aligned), ("tensors at 8 modulo 16", shifted)):
+            times = [self.bench("load", folder) for _ in range(9)][1:]
+            gb = times[0]["bytes"] / 1e9
+            ours, plain = [t["load"] for t in times], min(([t[w] for t in times] for w in ("mmap", "pread")), key=min)
+            way = "mapped" if min(plain) == min(t["mmap"] for t in times) else "pread"
+            self.table.add(Row(f"load of {gb:.2g} GB, {what}, against a plain read ({way})",
+                               f"{gb / min(ours) * 1000:.2f} GB/s", f"{gb / min(plain) * 1000:.2f} GB/s",
+                               min(plain) / min(ours), sorted(plain)[len(plain) // 2] / sorted(ours)[len(ours) // 2],
+                               0.8, at_least=True))
+
+    def memory(self, folders: dict[str, Path]) -> None:
+        for what, folder in folders.items():
+            weights = sum(f.stat().st_size for f in folder.rglob("*.safetensors"))
+            memory = peak_memory(self.bin, folder.parent, folder.name, self.work)
+            allowed = 1.1 * weights + 400 * MB
+            print(f"  {what}: {({k: round(v / MB) for k, v in memory.items()})} MiB", flush=True)
+            self.table.add(Row(f"peak RSS of the daemon after a job, {weights / MB:.0f} MiB of weights, {what}, "
+                               "against 1.1 × weights + 400 MiB", f"{memory['VmHWM'] / MB:.0f} MiB",
+                               f"{allowed / MB:.0f} MiB", memory["VmHWM"] / allowed, None, 1.0))
+
+    def overhead(self) -> None:
+        weights = self.work / "noop.safetensors"
+        models.write_noop_weights(weights)
+        with tempfile.TemporaryDirectory() as folder:    # a socket's path must be short
+            daemon = NoopDaemon(self.program, weights, Path(folder))
+            us = [self.bench("noop", daemon.address, 1000)["us"] for _ in range(12)][1:]
+            daemon.close()
+        us.sort()
+        self.table.add(Row("daemon's overhead per step, network that does nothing, over a Unix socket, against 100 µs",
+                           f"{us[0]:.1f} µs", "100 µs", us[0] / 100, us[len(us) // 2] / 100, 1.0))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--build", type=Path, default=ROOT / "build/release")
+    parser.add_argument("--work", type=Path, default=ROOT / "build/bench", help="emptied, filled, and removed at the end")
+    parser.add_argument("--only", nargs="*", choices=["overhead", "demo", "middle", "files"])
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+
+    work = args.work.resolve()
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    wanted = args.only or ["overhead", "demo", "middle", "files"]
+    benchmarks = Benchmarks(args.build.resolve(), work)
+    demo = DEMO / "models/shapes-flux"
+    try:
+        if "overhead" in wanted:
+            print("== overhead", flush=True)
+            benchmarks.overhead()
+        if "demo" in wanted:
+            print("== demo model", flush=True)
+            models.write_inputs(work / "demo-inputs.safetensors", demo, DEMO_SIDE, DEMO_TOKENS)
+            benchmarks.demo_steps(demo, work / "demo-inputs.safetensors")
+        if "middle" in wanted:
+            folder = work / "models/middle"
+            count = models.write_model(folder, demo, MIDDLE)
+            print(f"== 69-M model ({count / 1e6:.1f} M)", flush=True)
+            models.write_inputs(work / "middle-inputs.safetensors", folder, MIDDLE_SIDE, MIDDLE_TOKENS)
+            benchmarks.middle_steps(folder, work / "middle-inputs.safetensors")
+            benchmarks.memory({"bf16": work / "middle-bf16"})
+            shutil.rmtree(folder)
+            shutil.rmtree(work / "middle-bf16")
+        if "files" in wanted:
+            big, shifted = work / "models/big", work / "models/big-shifted"
+            count = models.write_model(big, demo, BIG)
+            print(f"== files ({count / 1e6:.1f} M)", flush=True)
+            models.shift_model(shifted, big)
+            benchmarks.loads(big, shifted)
+            benchmarks.memory({"fp32": big, "fp32 at 8 modulo 16": shifted})
+    finally:
+        benchmarks.close()
+        shutil.rmtree(work, ignore_errors=True)
+
+    print("\n" + benchmarks.table.markdown())
+    missed = sum(not row.ok for row in benchmarks.table.rows)
+    print(f"\n{missed} of {sum(row.limit is not None for row in benchmarks.table.rows)} limits missed.")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+#include "tests/bench/bench_model.h"
+
+#include <utility>
+
+#include "ATen/ATen.h"
+#include "patcher/model_patch.h"
+
+namespace latentd::bench {
+namespace {
+
+constexpr char kLoraName[] = "lora";
+
+void CheckOk(const absl::Status& status) {
+  if (!status.ok()) OrDie<int>(status);
+}
+
+}  // namespace
+
+LoadContext PlainLoad() {
+  return LoadContext([] { return false; }, [](int64_t, int64_t) {});
+}
+
+std::unique_ptr<Pipeline> OpenPipeline(const std::string& folder) {
+  ModelFiles files;
+  files.name = folder;
+  files.folder = folder;
+  for (const Family* family : AllFamilies()) {
+    if (family->Detect(files)) return OrDie(family->Open(files));
+  }
+  return OrDie<std::unique_ptr<Pipeline>>(absl::NotFoundError("no family knows " + folder));
+}
+
+BenchModel::BenchModel(BenchHost* host, const std::string& folder, const std::string& inputs)
+    : host_(host), pipeline_(OpenPipeline(folder)) {
+  for (const Component& c : pipeline_->components()) {
+    if (!c.patch_target) continue;
+    targets_.push_back(*c.patch_target);
+    weights_[c.name] = OrDie(LoadWeights(c.files, c.layout, c.key_map, c.prefix, PlainLoad()));
+  }
+  const auto files = OrDie(WeightFiles::Open(inputs));
+  for (const auto& [name, entry] : files->tensors()) inputs_[name] = OrDie(files->Read(name));
+  DropLora();
+}
+
+void BenchModel::Begin(int64_t side, int64_t steps) {
+  GenerateParams params;
+  params.width = side;
+  params.height = side;
+  params.steps = steps;
+  params.seeds = {0};
+  params.noise = inputs_.at("noise");
+  params.guidance = 3.5;
+  params.max_sequence_length = inputs_.at("t5").size(1);
+  CheckOk(pipeline_->Validate(params));
+  Conditioning conditioning = {{"t5", inputs_.at("t5")}, {"pooled", inputs_.at("pooled")}};
+  denoiser_ = OrDie(pipeline_->Begin(params, std::move(conditioning), {}));
+}
+
+double BenchModel::Step() {
+  const WeightView& view = *views_.at(pipeline_->denoiser_component());
+  const Stopwatch watch;
+  OrDie(denoiser_->Step(view));
+  return watch.ms();
+}
+
+std::vector<float> BenchModel::Latents() const {
+  const at::Tensor flat = denoiser_->latents().to(at::kFloat).contiguous();
+  const float* data = flat.const_data_ptr<float>();
+  return {data, data + flat.numel()};
+}
+
+LockRequest BenchModel::RequestFor(const std::string& file) {
+  if (const auto it = loras_.find(file); it != loras_.end()) return it->second;
+  const auto files = OrDie(WeightFiles::Open(file));
+  LockRequest request{
+      {file, ""},
+      {"lora", files->tensor_bytes(),
+       [files](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
+         auto patch = ModelPatch::Load(files, context);
+         if (!patch.ok()) return patch.status();
+         return *patch;
+       }}};
+  resident_.push_back(OrDie(host_->cache.Lock(request.key, request.loader, {.owner = "bench"})));
+  return loras_.emplace(file, std::move(request)).first->second;
+}
+
+double BenchModel::SwitchLora(const std::string& file, PatchMode mode) {
+  const LockRequest request = RequestFor(file);
+  const Stopwatch watch;
+  LockHandle handle = OrDie(host_->cache.Lock(request.key, request.loader, {.owner = "session"}));
+  OrDie(LayerPatcher::Match(handle.As<ModelPatch>(), kLoraName, 1, targets_));
+  for (const PatchTarget& target : targets_) {
+    const WeightSet& weights = *weights_.at(target.component);
+    std::vector<PatchSpec> specs(1);
+    specs[0].name = kLoraName;
+    specs[0].handle = handle.Share();
+    specs[0].patch = std::static_pointer_cast<const ModelPatch>(specs[0].handle.resource());
+    auto overlay = OrDie(LayerPatcher::Apply(weights, target, std::move(specs),
+                                             {.mode = mode, .device = &host_->device, .owner = "session"}));
+    views_[target.component] = std::make_unique<WeightView>(weights, overlay.get());
+    overlays_[target.component] = std::move(overlay);
+  }
+  session_ = std::move(handle);
+  return watch.ms();
+}
+
+void BenchModel::DropLora() {
+  for (const auto& [name, weights] : weights_) views_[name] = std::make_unique<WeightView>(*weights, nullptr);
+  overlays_.clear();
+  session_.Release();
+}
+
+}  // namespace latentd::bench

@@ -1,0 +1,96 @@
+// A model as the server runs it, without the server: its transformer's steps and its changes of LoRAs, timed.
+//
+// Weights, LoRAs and overlays go through the same calls as a job's: WeightFiles and LoadWeights, a ModelCache
+// that holds the LoRAs, LayerPatcher and Pipeline. One thread.
+//
+//   BenchHost host;
+//   BenchModel model(&host, "build/bench/mid", "build/bench/mid-inputs.safetensors");
+//   model.Begin(/*side=*/256, /*steps=*/20);
+//   double ms = model.Step();
+#ifndef LATENTD_TESTS_BENCH_BENCH_MODEL_H_
+#define LATENTD_TESTS_BENCH_BENCH_MODEL_H_
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "cache/device.h"
+#include "cache/model_cache.h"
+#include "families/family.h"
+#include "patcher/layer_patcher.h"
+#include "patcher/overlay.h"
+
+namespace latentd::bench {
+
+// An error ends the benchmark: there is nothing to measure then.
+template <typename T>
+T OrDie(absl::StatusOr<T> value) {
+  if (value.ok()) return *std::move(value);
+  std::fprintf(stderr, "latentd_bench: %s\n", value.status().ToString().c_str());
+  std::exit(2);
+}
+
+class Stopwatch {
+ public:
+  double ms() const {
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+// What loads happen in where nobody cancels them.
+LoadContext PlainLoad();
+
+// Finds the family of a diffusers folder and opens it.
+std::unique_ptr<Pipeline> OpenPipeline(const std::string& folder);
+
+struct BenchHost {
+  RamBudget ram{int64_t{8} << 30};
+  CpuDevice device{&ram};
+  ModelCache cache{&ram, {&device}};
+};
+
+class BenchModel {
+ public:
+  // `inputs`: a safetensors file with `noise` [1, C, h, w], `t5` [1, tokens, dim] and `pooled` [1, dim].
+  BenchModel(BenchHost* host, const std::string& folder, const std::string& inputs);
+
+  // Starts a run of square pictures with the LoRA that is set. REQUIRES: `noise` is of that size.
+  void Begin(int64_t side, int64_t steps);
+  double Step();  // ms
+  // Of the run, [C · h · w].
+  std::vector<float> Latents() const;
+
+  // What a session and its next job pay when `file` replaces the LoRA they had: the look-up of a resident
+  // record, the match against all components, an overlay for each, and the end of the old ones. Returns ms.
+  double SwitchLora(const std::string& file, PatchMode mode);
+  void DropLora();
+
+ private:
+  LockRequest RequestFor(const std::string& file);
+
+  BenchHost* const host_;
+  const std::unique_ptr<Pipeline> pipeline_;
+  std::map<std::string, std::shared_ptr<const WeightSet>> weights_;
+  std::vector<PatchTarget> targets_;
+  std::map<std::string, LockRequest> loras_;    // by file, headers read
+  std::vector<LockHandle> resident_;            // keep the records of `loras_`
+  std::map<std::string, at::Tensor> inputs_;
+  // Declared so that what borrows goes first.
+  LockHandle session_;
+  std::map<std::string, std::shared_ptr<const Overlay>> overlays_;
+  std::map<std::string, std::unique_ptr<WeightView>> views_;
+  std::unique_ptr<Denoiser> denoiser_;
+};
+
+}  // namespace latentd::bench
+
+#endif  // LATENTD_TESTS_BENCH_BENCH_MODEL_H_

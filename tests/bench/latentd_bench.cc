@@ -1,0 +1,114 @@
+// latentd's side of the benchmarks: does what bench.py asks for and says how long it took.
+//
+//   latentd_bench                            commands on standard input, one a line, words parted by tabs
+//   latentd_bench noop-daemon ADDRESS FILE   see noop_daemon.h
+//
+// Each command is answered by one line of JSON. Times are wall-clock milliseconds where nothing else is said.
+//
+//   threads N                         of all that follows
+//   open KEY FOLDER INPUTS            loads a model
+//   begin KEY SIDE STEPS              starts a run with the LoRA that is set
+//   step KEY COUNT                    → {"ms": [one per step]}
+//   latents KEY                       → {"latents": [...]}
+//   lora KEY MODE COUNT FILE…         takes one file after the other, COUNT times → {"ms": [one per change]}
+//   no-lora KEY
+//   close KEY
+//   load FOLDER                       → {"load": ms, "mmap": ms, "pread": ms, "bytes": n}
+//   noop ADDRESS STEPS                → {"us": microseconds per step}
+#include <cstdio>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/Parallel.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "tests/bench/bench_model.h"
+#include "tests/bench/load_bench.h"
+#include "tests/bench/noop_daemon.h"
+
+namespace latentd::bench {
+namespace {
+
+class Commands {
+ public:
+  // The answer to one command.
+  std::string Run(const std::vector<std::string>& words) {
+    const std::string& what = words[0];
+    if (what == "threads") {
+      at::set_num_threads(Int(words.at(1)));
+      return "{}";
+    }
+    if (what == "open") {
+      models_[words.at(1)] = std::make_unique<BenchModel>(&host_, words.at(2), words.at(3));
+      return "{}";
+    }
+    if (what == "load") {
+      const LoadTimes times = MeasureLoad(words.at(1));
+      return absl::StrCat("{\"load\": ", times.load, ", \"mmap\": ", times.mmap, ", \"pread\": ", times.pread,
+                          ", \"bytes\": ", times.bytes, "}");
+    }
+    if (what == "noop") return absl::StrCat("{\"us\": ", NoopStepMicros(words.at(1), Int(words.at(2))), "}");
+    return RunOnModel(what, words.at(1), words);
+  }
+
+ private:
+  static int Int(const std::string& word) {
+    int value = 0;
+    if (!absl::SimpleAtoi(word, &value)) OrDie<int>(absl::InvalidArgumentError("no number: " + word));
+    return value;
+  }
+
+  static PatchMode Mode(const std::string& word) {
+    if (word == "direct") return PatchMode::kDirect;
+    return word == "sidecar" ? PatchMode::kSidecar : PatchMode::kAuto;
+  }
+
+  std::string RunOnModel(const std::string& what, const std::string& key, const std::vector<std::string>& words) {
+    BenchModel& model = *models_.at(key);
+    std::vector<double> ms;
+    if (what == "begin") {
+      model.Begin(Int(words.at(2)), Int(words.at(3)));
+    } else if (what == "step") {
+      for (int i = 0; i < Int(words.at(2)); ++i) ms.push_back(model.Step());
+      return absl::StrCat("{\"ms\": [", absl::StrJoin(ms, ", "), "]}");
+    } else if (what == "latents") {
+      return absl::StrCat("{\"latents\": [", absl::StrJoin(model.Latents(), ", "), "]}");
+    } else if (what == "lora") {
+      const size_t files = words.size() - 4;
+      for (int i = 0; i < Int(words.at(3)); ++i) {
+        ms.push_back(model.SwitchLora(words.at(4 + static_cast<size_t>(i) % files), Mode(words.at(2))));
+      }
+      return absl::StrCat("{\"ms\": [", absl::StrJoin(ms, ", "), "]}");
+    } else if (what == "no-lora") {
+      model.DropLora();
+    } else if (what == "close") {
+      models_.erase(key);
+    } else {
+      OrDie<int>(absl::InvalidArgumentError("unknown command " + what));
+    }
+    return "{}";
+  }
+
+  BenchHost host_;
+  std::map<std::string, std::unique_ptr<BenchModel>> models_;
+};
+
+}  // namespace
+}  // namespace latentd::bench
+
+int main(int argc, char** argv) {
+  if (argc == 4 && std::string(argv[1]) == "noop-daemon") {
+    latentd::bench::ServeNoop(argv[2], argv[3]);
+    return 0;
+  }
+  latentd::bench::Commands commands;
+  for (std::string line; std::getline(std::cin, line);) {
+    std::cout << commands.Run(absl::StrSplit(line, '\t')) << std::endl;
+  }
+  return 0;
+}

@@ -1,0 +1,21 @@
+// The daemon with a network that does nothing: what a step costs beside the network.
+#ifndef LATENTD_TESTS_BENCH_NOOP_DAEMON_H_
+#define LATENTD_TESTS_BENCH_NOOP_DAEMON_H_
+
+#include <string>
+
+namespace latentd::bench {
+
+inline constexpr char kNoopModel[] = "noop";
+
+// Serves the model kNoopModel on `address` until the standard input ends. `weights` is a safetensors file
+// with one fp32 tensor `weight` [16].
+void ServeNoop(const std::string& address, const std::string& weights);
+
+// Runs one job on that model and returns the microseconds from one step's event to the next, as they arrive,
+// on average over the job.
+double NoopStepMicros(const std::string& address, int steps);
+
+}  // namespace latentd::bench
+
+#endif  // LATENTD_TESTS_BENCH_NOOP_DAEMON_H_

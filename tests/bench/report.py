@@ -1,0 +1,58 @@
+"""The table of results."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Row:
+    what: str
+    ours: str
+    reference: str
+    ratio: float
+    median: float | None      # the ratio of the medians, where there are several measurements
+    limit: float | None       # none: reported only
+    at_least: bool = False    # the limit is a lower one
+
+    @property
+    def ok(self) -> bool:
+        if self.limit is None:
+            return True
+        return self.ratio >= self.limit if self.at_least else self.ratio <= self.limit
+
+    def cells(self) -> list[str]:
+        bound = "–" if self.limit is None else f"{'≥' if self.at_least else '≤'} {number(self.limit)}"
+        mark = "" if self.limit is None else ("✓" if self.ok else "**✗**")
+        median = "" if self.median is None else number(self.median)
+        return [self.what, self.ours, self.reference, number(self.ratio), median, bound, mark]
+
+
+@dataclass
+class Table:
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        print("  " + " | ".join(row.cells()), flush=True)
+
+    def compare(self, what: str, ours: list[float], reference: list[float], limit: float | None = None,
+                unit: str = "ms", at_least: bool = False) -> None:
+        """Times of both sides, taken in turns. The ratio is that of the fastest ones: what disturbs a measurement
+        only ever adds to it."""
+        ratio, median = min(ours) / min(reference), statistics.median(ours) / statistics.median(reference)
+        if at_least:    # throughput
+            ratio, median = 1 / ratio, 1 / median
+        self.add(Row(what, f"{number(min(ours))} {unit}", f"{number(min(reference))} {unit}", ratio, median, limit,
+                     at_least))
+
+    def markdown(self) -> str:
+        head = ["measured", "latentd", "reference", "ratio", "of medians", "limit", ""]
+        lines = [head, ["---"] * len(head), *(row.cells() for row in self.rows)]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def number(value: float) -> str:
+    """Three digits."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Sets up, builds, measures everything, and prints one table of ratios with their limits. Takes a few minutes
+# and 1.5 GB of disk below build/. Ends with 1 when a limit is missed.
+#
+#   tests/bench/run.sh                      everything
+#   tests/bench/run.sh --only demo files    parts; see bench.py
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+deploy/bootstrap.sh
+deploy/build.sh release latentd latentctl latentd_bench
+# One thread, and none that spins while it waits: both sides are measured on the same terms.
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+exec "${LATENTD_VENV:-.venv}/bin/python" tests/bench/bench.py "$@"
