@@ -2,6 +2,7 @@
 // work, 1 for anything else.
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <iostream>
@@ -25,10 +26,19 @@ void WaitPassively(char** argv) {
   execv("/proc/self/exe", argv);
 }
 
+// Connections are counted against the limit of open files; the soft one is low by habit.
+void RaiseFileLimit() {
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   WaitPassively(argv);
+  RaiseFileLimit();
   const latentd::DaemonCommand command = latentd::ParseDaemonCommandLine(argc, argv, std::cout, std::cerr);
   if (command.exit) return command.exit_code;
   const latentd::Config& config = command.config;

@@ -30,7 +30,7 @@ EMPTY_CAPTION = 0.10
 TIMESTEP_SHIFT = 3.5                      # favours noise: there the shapes are decided
 RATE_MUON, RATE_ADAM = 0.02, 2e-3
 WARMUP, DECAY_PART, AVERAGE = 100, 0.40, 0.997
-CHECKPOINT_EVERY = 500
+CHECKPOINT_EVERY = 250
 
 
 class Model(torch.nn.Module):

@@ -1,0 +1,93 @@
+#include "cache/safetensors_header.h"
+
+#include <cstring>
+#include <random>
+
+#include "cache/error.h"
+#include "gtest/gtest.h"
+
+namespace latentd {
+namespace {
+
+std::string File(const std::string& json, size_t data_bytes) {
+  std::string file(8, '\0');
+  const uint64_t length = json.size();
+  std::memcpy(file.data(), &length, 8);
+  return file + json + std::string(data_bytes, '\1');
+}
+
+absl::StatusOr<SafetensorsHeader> Parse(const std::string& file) {
+  return ParseSafetensorsHeader(file, static_cast<int64_t>(file.size()));
+}
+
+TEST(SafetensorsHeader, NamesShapesAndOffsetsAreRead) {
+  auto header = Parse(File(R"({"__metadata__":{"k":"v"},"b":{"dtype":"BF16","shape":[2,3],"data_offsets":[4,16]},)"
+                           R"("a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}})", 16));
+  ASSERT_TRUE(header.ok()) << header.status();
+  ASSERT_EQ(header->tensors.size(), 2u);
+  EXPECT_EQ(header->tensors[0].name, "a");
+  EXPECT_EQ(header->tensors[1].shape, (std::vector<int64_t>{2, 3}));
+  EXPECT_EQ(header->tensors[1].bytes, 12);
+  EXPECT_EQ(header->tensors[1].offset - header->tensors[0].offset, 4);
+  EXPECT_EQ(header->metadata.at("k"), "v");
+}
+
+TEST(SafetensorsHeader, AnEmptyTensorHasNoBytes) {
+  EXPECT_TRUE(Parse(File(R"({"a":{"dtype":"F32","shape":[0,4],"data_offsets":[0,0]}})", 0)).ok());
+}
+
+struct Lie {
+  const char* what;
+  std::string file;
+};
+
+class LyingHeader : public testing::TestWithParam<Lie> {};
+
+TEST_P(LyingHeader, IsCorrupt) {
+  auto header = Parse(GetParam().file);
+  ASSERT_FALSE(header.ok());
+  EXPECT_EQ(header.status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(ErrorReason(header.status()), "CORRUPT_FILE");
+}
+
+std::string One(const std::string& fields, size_t data) { return File("{\"a\":{" + fields + "}}", data); }
+
+INSTANTIATE_TEST_SUITE_P(
+    All, LyingHeader,
+    testing::Values(
+        Lie{"empty", ""}, Lie{"seven bytes", "1234567"}, Lie{"length 2^64-1", std::string(8, '\xff')},
+        Lie{"length 2^63", std::string(7, '\0') + '\x80'}, Lie{"no json", File("{{", 0)},
+        Lie{"an array", File("[]", 0)}, Lie{"nested", File(std::string(100000, '['), 0)},
+        Lie{"no dtype", One(R"("shape":[1],"data_offsets":[0,4])", 4)},
+        Lie{"unknown dtype", One(R"("dtype":"F3","shape":[1],"data_offsets":[0,4])", 4)},
+        Lie{"shape too small", One(R"("dtype":"F32","shape":[1],"data_offsets":[0,8])", 8)},
+        Lie{"overflow", One(R"("dtype":"F32","shape":[4611686018427387904,4611686018427387904],"data_offsets":[0,4])", 4)},
+        Lie{"negative", One(R"("dtype":"F32","shape":[-1],"data_offsets":[0,4])", 4)},
+        Lie{"float size", One(R"("dtype":"F32","shape":[1e308],"data_offsets":[0,4])", 4)},
+        Lie{"17 dimensions", One(R"("dtype":"U8","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"data_offsets":[0,1])", 1)},
+        Lie{"reversed", One(R"("dtype":"F32","shape":[1],"data_offsets":[4,0])", 4)},
+        Lie{"past the end", One(R"("dtype":"F32","shape":[2],"data_offsets":[0,8])", 4)},
+        Lie{"bytes left over", One(R"("dtype":"F32","shape":[1],"data_offsets":[0,4])", 8)},
+        Lie{"gap", One(R"("dtype":"F32","shape":[1],"data_offsets":[4,8])", 8)},
+        Lie{"overlap", File(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 4)},
+        Lie{"twice", File(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 4)},
+        Lie{"NUL in a name", File("{\"a\\u0000b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4)},
+        Lie{"metadata of another kind", File(R"({"__metadata__":{"k":1}})", 0)}),
+    [](const auto& info) { return "Case" + std::to_string(info.index); });
+
+TEST(SafetensorsHeader, RandomlyDamagedHeadersNeverCrash) {
+  const std::string good =
+      File(R"({"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},"b":{"dtype":"U8","shape":[3],"data_offsets":[16,19]}})", 19);
+  std::mt19937 random(1);
+  for (int i = 0; i < 20000; ++i) {
+    std::string bad = good;
+    for (int k = 0; k < 3; ++k) bad[random() % bad.size()] = static_cast<char>(random());
+    if (random() % 4 == 0) bad.resize(random() % bad.size());
+    auto header = Parse(bad);
+    if (!header.ok()) continue;
+    for (const TensorInfo& t : header->tensors) EXPECT_LE(t.offset + t.bytes, static_cast<int64_t>(bad.size()));
+  }
+}
+
+}  // namespace
+}  // namespace latentd

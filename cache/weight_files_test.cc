@@ -1,0 +1,145 @@
+#include "cache/weight_files.h"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "ATen/ops/equal.h"
+#include "ATen/ops/tensor.h"
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "gtest/gtest.h"
+
+namespace latentd {
+namespace {
+
+class WeightFilesTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    folder = testing::TempDir() + "/weights_" + std::to_string(getpid());
+    std::filesystem::create_directories(folder);
+  }
+  void TearDown() override { std::filesystem::remove_all(folder); }
+
+  // A file of fp32 vectors; `pad` moves the data by so many bytes.
+  std::string Write(const std::string& name, const std::vector<std::pair<std::string, std::vector<float>>>& tensors,
+                    size_t pad = 0) {
+    std::string header = "{", data;
+    for (const auto& [tensor, values] : tensors) {
+      absl::StrAppend(&header, header.size() > 1 ? "," : "", "\"", tensor, "\":{\"dtype\":\"F32\",\"shape\":[",
+                      values.size(), "],\"data_offsets\":[", data.size(), ",", data.size() + 4 * values.size(), "]}");
+      data.append(reinterpret_cast<const char*>(values.data()), 4 * values.size());
+    }
+    header += "}";
+    while ((8 + header.size()) % 16 != pad) header += " ";
+    uint64_t length = header.size();
+    std::ofstream out(folder + "/" + name, std::ios::binary);
+    out.write(reinterpret_cast<const char*>(&length), 8);
+    out << header << data;
+    return folder + "/" + name;
+  }
+
+  LoadContext always{[] { return false; }, [](int64_t, int64_t) {}};
+  std::string folder;
+};
+
+std::shared_ptr<ComponentLayout> LayoutOf(std::vector<std::pair<std::string, int64_t>> names) {
+  auto layout = std::make_shared<ComponentLayout>();
+  for (auto& [name, size] : names) layout->Add(name, {size});
+  return layout;
+}
+
+TEST_F(WeightFilesTest, AlignedOrNotTheNumbersAndTheAlignmentAreTheSame) {
+  for (size_t pad : {0u, 4u, 8u}) {
+    auto files = *WeightFiles::Open(Write("a.safetensors", {{"x", {1, 2, 3, 4}}}, pad));
+    const at::Tensor x = *files->Read("x");
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16, 0u) << pad;
+    EXPECT_TRUE(at::equal(x, at::tensor({1.f, 2.f, 3.f, 4.f})));
+  }
+}
+
+TEST_F(WeightFilesTest, ShardsAreOneSetOfTensors) {
+  Write("m-00001-of-00002.safetensors", {{"x", {1}}});
+  Write("m-00002-of-00002.safetensors", {{"y", {2}}});
+  std::ofstream(folder + "/m.safetensors.index.json")
+      << R"({"weight_map":{"x":"m-00001-of-00002.safetensors","y":"m-00002-of-00002.safetensors"}})";
+  auto files = WeightFiles::Open(folder);
+  ASSERT_TRUE(files.ok()) << files.status();
+  EXPECT_EQ((*files)->tensors().size(), 2u);
+  auto set = LoadWeights(*files, LayoutOf({{"x", 1}, {"y", 1}}), nullptr, "", always);
+  ASSERT_TRUE(set.ok()) << set.status();
+  EXPECT_EQ((*set)->bytes(), 8);
+}
+
+TEST_F(WeightFilesTest, AShardOutsideOfTheFolderIsRefused) {
+  for (const char* name : {"../x.safetensors", "/etc/x.safetensors", ".x.safetensors", "x.bin"}) {
+    std::ofstream(folder + "/m.safetensors.index.json") << R"({"weight_map":{"x":")" << name << "\"}}";
+    EXPECT_EQ(ErrorReason(WeightFiles::Open(folder + "/m.safetensors.index.json").status()), "CORRUPT_FILE") << name;
+  }
+}
+
+TEST_F(WeightFilesTest, PicklesAreRefusedWhateverTheirName) {
+  for (const char* start : {"PK\x03\x04....", "\x80\x02}q......"}) {
+    std::ofstream(folder + "/model.SafeTensors.safetensors") << start << "................";
+    EXPECT_EQ(ErrorReason(WeightFiles::Open(folder).status()), "UNSAFE_FILE");
+  }
+}
+
+TEST_F(WeightFilesTest, MissingUnknownAndMisshapenTensorsAreNamed) {
+  auto files = *WeightFiles::Open(Write("a.safetensors", {{"x", {1, 2}}, {"position_ids", {0}}}));
+  auto error = [&](std::vector<std::pair<std::string, int64_t>> layout) {
+    return LoadWeights(files, LayoutOf(std::move(layout)), nullptr, "", always).status();
+  };
+  EXPECT_TRUE(error({{"x", 2}}).ok());
+  EXPECT_EQ(GetErrorDetails(error({{"x", 2}, {"y", 1}})).at("sample"), "y");
+  EXPECT_EQ(ErrorReason(error({{"x", 3}})), "WEIGHTS_MISMATCH");
+  EXPECT_EQ(GetErrorDetails(error({{"position_ids", 1}})).at("sample"), "x");
+}
+
+TEST_F(WeightFilesTest, ALoadStopsBetweenTensors) {
+  auto files = *WeightFiles::Open(Write("a.safetensors", {{"x", {1}}, {"y", {2}}}));
+  int asked = 0;
+  LoadContext context([&] { return ++asked > 1; }, [](int64_t, int64_t) {});
+  EXPECT_TRUE(absl::IsCancelled(LoadWeights(files, LayoutOf({{"x", 1}, {"y", 1}}), nullptr, "", context).status()));
+  EXPECT_EQ(asked, 2);
+}
+
+TEST_F(WeightFilesTest, AFileCutShortWhileInUseIsDataLoss) {
+  std::vector<float> many(100'000, 1.f);
+  const std::string path = Write("a.safetensors", {{"x", many}});
+  auto files = *WeightFiles::Open(path);
+  auto set = *LoadWeights(files, LayoutOf({{"x", 100'000}}), nullptr, "", always);
+  EXPECT_TRUE(set->Check().ok());
+  ASSERT_EQ(truncate(path.c_str(), 4096), 0);
+  volatile float last = static_cast<const float*>((*set)[Slot{0}].data.const_data_ptr())[99'999];
+  (void)last;
+  EXPECT_EQ(ErrorReason(set->Check()), "FILE_TRUNCATED");
+  EXPECT_EQ(set->Check().code(), absl::StatusCode::kDataLoss);
+}
+
+TEST_F(WeightFilesTest, AReplacedFileHasAnotherFingerprint) {
+  const std::string before = (*WeightFiles::Open(Write("a.safetensors", {{"x", {1}}})))->fingerprint();
+  Write("b.safetensors", {{"x", {2}}});
+  std::filesystem::rename(folder + "/b.safetensors", folder + "/a.safetensors");
+  EXPECT_NE((*WeightFiles::Open(folder + "/a.safetensors"))->fingerprint(), before);
+}
+
+TEST_F(WeightFilesTest, ACopyOnADeviceIsWithinItsMemory) {
+  auto files = *WeightFiles::Open(Write("a.safetensors", {{"x", {1, 2}}, {"y", {3}}}));
+  auto set = *LoadWeights(files, LayoutOf({{"x", 2}, {"y", 1}}), nullptr, "", always);
+  SimDevice sim("sim:0", 1 << 20);
+  {
+    auto copy = *set->CopyTo(sim, {});
+    EXPECT_EQ(sim.allocated_bytes(), 12);
+    EXPECT_TRUE(at::equal(static_cast<const WeightSet&>(*copy)[Slot{0}].data, (*set)[Slot{0}].data));
+  }
+  EXPECT_EQ(sim.allocated_bytes(), 0);
+  sim.FailCopy(2);
+  EXPECT_EQ(ErrorReason(set->CopyTo(sim, {}).status()), "COPY_FAILED");
+  EXPECT_EQ(sim.allocated_bytes(), 0);
+}
+
+}  // namespace
+}  // namespace latentd
