@@ -117,11 +117,6 @@ absl::StatusOr<std::string> PickFile(const fs::path& folder) {
 absl::Status WeightFiles::AddFile(const std::string& path) {
   const std::string base = BaseName(path);
   ASSIGN_OR_RETURN(std::shared_ptr<MappedFile> mapping, MappedFile::Open(path));
-  if (LooksLikePickle(mapping->data(), mapping->size())) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, "UNSAFE_FILE",
-                     absl::StrCat(base, " is a pickle, which can run code; convert it to safetensors"),
-                     {{"file", base}});
-  }
   uint64_t length = 0;
   if (mapping->size() >= 8) std::memcpy(&length, mapping->data(), 8);
   const auto take = static_cast<size_t>(
@@ -130,6 +125,12 @@ absl::Status WeightFiles::AddFile(const std::string& path) {
   auto header = ParseSafetensorsHeader(
       absl::string_view(reinterpret_cast<const char*>(mapping->data()), take), mapping->size());
   if (mapping->truncated()) return Truncated(base);
+  // Asked only now: the header length of a good file can read like the start of a pickle.
+  if (!header.ok() && LooksLikePickle(mapping->data(), mapping->size())) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "UNSAFE_FILE",
+                     absl::StrCat(base, " is a pickle, which can run code; convert it to safetensors"),
+                     {{"file", base}});
+  }
   if (!header.ok()) return WithPrefix(header.status(), absl::StrCat(base, ": "));
   files_.push_back({path, std::move(header->tensors), mapping});
   metadata_.merge(header->metadata);

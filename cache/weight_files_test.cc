@@ -87,6 +87,16 @@ TEST_F(WeightFilesTest, PicklesAreRefusedWhateverTheirName) {
   }
 }
 
+TEST_F(WeightFilesTest, AHeaderLengthThatReadsLikeAPickleIsNone) {
+  const std::string header = R"({"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})";
+  const uint64_t length = 0x280;  // bytes 80 02 00 …, as protocol 2 begins
+  std::ofstream out(folder + "/a.safetensors", std::ios::binary);
+  out.write(reinterpret_cast<const char*>(&length), 8);
+  out << header << std::string(length - header.size(), ' ');
+  out.close();
+  EXPECT_TRUE(WeightFiles::Open(folder).ok());
+}
+
 TEST_F(WeightFilesTest, MissingUnknownAndMisshapenTensorsAreNamed) {
   auto files = *WeightFiles::Open(Write("a.safetensors", {{"x", {1, 2}}, {"position_ids", {0}}}));
   auto error = [&](std::vector<std::pair<std::string, int64_t>> layout) {
