@@ -71,50 +71,63 @@ void SessionScope::Start() {
   Pump();
 }
 
+absl::Status SessionScope::Admit(const std::string& job_id) {
+  RETURN_IF_ERROR(core_->CheckAccepting());
+  if (job_id.size() > 128) return FieldError("job_id", "at most 128 bytes");
+  auto same_id = [&](const Request& r) { return r.job_id == job_id; };
+  if (std::any_of(queue_.begin(), queue_.end(), same_id) || (job_ != nullptr && same_id(current_))) {
+    return FieldError("job_id", absl::StrCat("job '", job_id, "' is already queued or running"));
+  }
+  const auto queued = std::count_if(queue_.begin(), queue_.end(),
+                                    [](const Request& r) { return r.kind == Request::Kind::kDenoise; });
+  if (queued >= core_->config.max_queued_jobs_per_session) {
+    return MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+                     absl::StrCat("this session has ", queued, " jobs waiting, which is the limit; wait for one"),
+                     {{"limit", absl::StrCat(core_->config.max_queued_jobs_per_session)}, {"retry_ms", "1000"}});
+  }
+  if (core_->queued_jobs.fetch_add(1) >= core_->config.max_queued_jobs) {
+    --core_->queued_jobs;
+    return MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+                     absl::StrCat("the server has ", core_->config.max_queued_jobs,
+                                  " jobs, which is the limit; try again later"),
+                     {{"limit", absl::StrCat(core_->config.max_queued_jobs)}, {"retry_ms", "2000"}});
+  }
+  return absl::OkStatus();
+}
+
 void SessionScope::Denoise(std::string request_id, std::string job_id, v1::GenerateParams params) {
-  Request request;
-  request.kind = Request::Kind::kDenoise;
-  request.request_id = std::move(request_id);
-  request.params = std::move(params);
-  request.created = absl::Now();
-  absl::Status refused = core_->CheckAccepting();
+  absl::Status admitted;
   int position = 0;
   {
     MutexLock lock(&mu_);
     if (ending_ || ended_) return;
     last_active_ = absl::Now();
     if (job_id.empty()) job_id = absl::StrCat("job-", next_job_++);
-    request.job_id = job_id;
-    auto same_id = [&](const Request& r) { return r.job_id == job_id; };
-    const auto queued = std::count_if(queue_.begin(), queue_.end(),
-                                      [](const Request& r) { return r.kind == Request::Kind::kDenoise; });
-    if (!refused.ok()) {
-    } else if (job_id.size() > 128) {
-      refused = FieldError("job_id", "at most 128 bytes");
-    } else if (std::any_of(queue_.begin(), queue_.end(), same_id) || (job_ != nullptr && same_id(current_))) {
-      refused = FieldError("job_id", absl::StrCat("job '", job_id, "' is already queued or running"));
-    } else if (queued >= core_->config.max_queued_jobs_per_session) {
-      refused = MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
-                          absl::StrCat("this session has ", queued, " jobs waiting, which is the limit; wait for one"),
-                          {{"limit", absl::StrCat(core_->config.max_queued_jobs_per_session)}, {"retry_ms", "1000"}});
-    } else if (core_->queued_jobs.fetch_add(1) >= core_->config.max_queued_jobs) {
-      --core_->queued_jobs;
-      refused = MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
-                          absl::StrCat("the server has ", core_->config.max_queued_jobs,
-                                       " jobs, which is the limit; try again later"),
-                          {{"limit", absl::StrCat(core_->config.max_queued_jobs)}, {"retry_ms", "2000"}});
-    } else {
+    admitted = Admit(job_id);
+    if (admitted.ok()) {
       position = static_cast<int>(core_->queued_jobs.load()) - 1;
+      Request request;
+      request.kind = Request::Kind::kDenoise;
+      request.request_id = request_id;
+      request.job_id = job_id;
+      request.params = std::move(params);
+      request.created = absl::Now();
+      request.announced = false;
       queue_.push_back(std::move(request));
     }
   }
-  if (!refused.ok()) {
-    client_->OnError(request.request_id, job_id, refused);
+  if (!admitted.ok()) {
+    client_->OnError(request_id, job_id, admitted);
     return;
   }
   v1::JobEvent event;
   event.mutable_queued()->set_position(position);
-  client_->OnJobEvent(request.request_id, job_id, std::move(event));
+  client_->OnJobEvent(request_id, job_id, std::move(event));
+  {
+    MutexLock lock(&mu_);
+    auto it = std::find_if(queue_.begin(), queue_.end(), [&](const Request& r) { return r.job_id == job_id; });
+    if (it != queue_.end()) it->announced = true;
+  }
   Pump();
 }
 
@@ -209,16 +222,17 @@ void SessionScope::Pump() {
     core_->workers->Submit([self = shared_from_this()] { self->End(); });
     return;
   }
-  if (queue_.empty()) return;
+  if (queue_.empty() || !queue_.front().announced) return;
   current_ = std::move(queue_.front());
   queue_.pop_front();
   busy_ = true;
+  if (current_.kind == Request::Kind::kDenoise) {
+    job_ = MakeJob(current_);  // here, so that at no moment the job is neither queued nor running
+    job_->Start();
+    return;
+  }
   core_->workers->Submit([self = shared_from_this(), request = current_] {
-    switch (request.kind) {
-      case Request::Kind::kOpen: self->RunOpen(request); break;
-      case Request::Kind::kSetLoras: self->RunSetLoras(request); break;
-      case Request::Kind::kDenoise: self->RunDenoise(request); break;
-    }
+    request.kind == Request::Kind::kOpen ? self->RunOpen(request) : self->RunSetLoras(request);
   });
 }
 
@@ -314,12 +328,12 @@ void SessionScope::RunSetLoras(const Request& request) {
   RequestDone();
 }
 
-void SessionScope::RunDenoise(const Request& request) {
+std::shared_ptr<Job> SessionScope::MakeJob(Request& request) {
   JobSetup setup;
   setup.job_id = request.job_id;
   setup.owner = id_;
   setup.model = model_;
-  setup.request = request.params;
+  setup.request = std::move(request.params);
   setup.loras = &loras_;
   setup.patch_mode = patch_mode_;
   setup.priority = open_.priority;
@@ -338,13 +352,7 @@ void SessionScope::RunDenoise(const Request& request) {
     }
     self->RequestDone();
   };
-  auto job = std::make_shared<Job>(core_, std::move(setup));
-  {
-    MutexLock lock(&mu_);
-    job_ = job;
-    if (ending_) job->Cancel(Cancelled());
-  }
-  job->Start();
+  return std::make_shared<Job>(core_, std::move(setup));
 }
 
 void SessionScope::End() {

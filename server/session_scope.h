@@ -103,14 +103,17 @@ class SessionScope : public std::enable_shared_from_this<SessionScope> {
     v1::PatchMode patch_mode = v1::PATCH_MODE_UNSPECIFIED;
     v1::GenerateParams params;
     absl::Time created;
-    bool cancelled = false;
+    bool announced = true;  // false until the client was told that the job is queued; not started before
   };
 
   // Starts the next request, or the end, when nothing is in progress.
   void Pump();
   void RunOpen(const Request& request);
   void RunSetLoras(const Request& request);
-  void RunDenoise(const Request& request);
+  // A job on the LoRAs that are held now. Its end is the request's.
+  std::shared_ptr<Job> MakeJob(Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Whether another job may be queued; counts it in the server's when so.
+  absl::Status Admit(const std::string& job_id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void RequestDone();
   void End();
 

@@ -14,7 +14,7 @@
 //   no-lora KEY
 //   close KEY
 //   load FOLDER                       → {"load": ms, "mmap": ms, "pread": ms, "bytes": n}
-//   noop ADDRESS STEPS                → {"us": microseconds per step}
+//   noop ADDRESS STEPS                → {"ms": of the whole call}
 #include <cstdio>
 #include <iostream>
 #include <map>
@@ -52,7 +52,7 @@ class Commands {
       return absl::StrCat("{\"load\": ", times.load, ", \"mmap\": ", times.mmap, ", \"pread\": ", times.pread,
                           ", \"bytes\": ", times.bytes, "}");
     }
-    if (what == "noop") return absl::StrCat("{\"us\": ", NoopStepMicros(words.at(1), Int(words.at(2))), "}");
+    if (what == "noop") return absl::StrCat("{\"ms\": ", RunNoopJob(words.at(1), Int(words.at(2))), "}");
     return RunOnModel(what, words.at(1), words);
   }
 

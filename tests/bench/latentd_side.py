@@ -47,7 +47,7 @@ def peak_memory(bin: Path, models: Path, model: str, folder: Path, *flags: str) 
     address = f"unix:{folder}/rss.sock"
     config = folder / "rss.toml"
     config.write_text(f'listen = ["{address}"]\nmodel_roots = ["{models}"]\nthreads_per_device = 1\n'
-                      'ram_cap = "4GiB"\nlog_level = "warn"\n')
+                      'ram_cap = "4GiB"\nlog_level = "error"\n')
     daemon = subprocess.Popen([bin / "latentd", "--config", config])
     ctl = [bin / "latentctl", "--address", address]
     try:

@@ -6,27 +6,28 @@
 
 namespace latentd::bench {
 
-double NoopStepMicros(const std::string& address, int steps) {
-  const auto channel = grpc::CreateChannel(address, grpc::InsecureChannelCredentials());
-  const auto stub = v1::DenoiseService::NewStub(channel);
+double RunNoopJob(const std::string& address, int steps) {
+  static const auto channel = grpc::CreateChannel(address, grpc::InsecureChannelCredentials());
+  static const auto stub = v1::DenoiseService::NewStub(channel);
   v1::GenerateRequest request;
   request.set_model(kNoopModel);
   request.mutable_params()->set_steps(steps);
+  const Stopwatch watch;
   grpc::ClientContext context;
   const auto reader = stub->Generate(&context, request);
   v1::GenerateResponse response;
-  Stopwatch since_first;
-  double last = 0;
+  int seen = 0;
   bool done = false;
   while (reader->Read(&response)) {
-    const v1::JobEvent& event = response.event();
-    if (event.has_step() && event.step().index() == 1) since_first = Stopwatch();
-    if (event.has_step() && event.step().index() == steps) last = since_first.ms();
-    done |= event.has_done();
+    if (response.event().has_step()) ++seen;
+    done |= response.event().has_done();
   }
   const grpc::Status status = reader->Finish();
-  if (!status.ok() || !done || last == 0) OrDie<int>(absl::InternalError("no run: " + status.error_message()));
-  return last * 1000 / (steps - 1);
+  const double ms = watch.ms();
+  if (!status.ok() || !done || seen != steps) {
+    OrDie<int>(absl::InternalError("the run failed or lost events: " + status.error_message()));
+  }
+  return ms;
 }
 
 }  // namespace latentd::bench

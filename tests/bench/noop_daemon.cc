@@ -79,7 +79,7 @@ class NoopPipeline : public Pipeline {
 }  // namespace
 
 void ServeNoop(const std::string& address, const std::string& weights) {
-  SetUpLogging("warn", "text");
+  SetUpLogging("error", "text");
   Config config;
   config.listen = {address};
   config.threads_per_device = 1;

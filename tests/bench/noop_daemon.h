@@ -12,9 +12,8 @@ inline constexpr char kNoopModel[] = "noop";
 // with one fp32 tensor `weight` [16].
 void ServeNoop(const std::string& address, const std::string& weights);
 
-// Runs one job on that model and returns the microseconds from one step's event to the next, as they arrive,
-// on average over the job.
-double NoopStepMicros(const std::string& address, int steps);
+// Runs one job on that model and reads all its events. Returns the milliseconds from the call to its end.
+double RunNoopJob(const std::string& address, int steps);
 
 }  // namespace latentd::bench
 

@@ -72,6 +72,21 @@ def test_dropping_the_model_in_the_middle_of_a_run_changes_nothing(daemon):
     daemon.expect_all_released()
 
 
+def test_replies_echo_the_request_id_and_events_come_in_order(daemon):
+    session = daemon.session()
+    session.send(request_id="r-1", denoise={"job_id": "j", "params": {"prompt": "x", "steps": 2, "seed": 1}})
+    kinds = []
+    for response in session.call:
+        assert response.request_id == "r-1"
+        kinds.append(response.job_event.event.WhichOneof("event"))
+        if kinds[-1] == "done":
+            break
+    order = ["queued", "loading", "encoded", "step", "image_header", "image_chunk", "done"]
+    assert kinds[0] == "queued"
+    assert [order.index(k) for k in kinds] == sorted(order.index(k) for k in kinds)
+    session.close()
+
+
 def test_close(daemon):
     session = daemon.session(lora=(A, B))
     session.start("j", steps=1000)

@@ -125,6 +125,29 @@ def score(title: str, prompts: list[dict], images: list[Image.Image], wrong: boo
           + f", mean overlap {np.mean(overlaps):.3f}", flush=True)
 
 
+def score_pairs(pipe: FluxPipeline, count: int = 32) -> None:
+    """Two objects side by side: each half is judged with the other painted over."""
+    rng = random.Random(SEED)
+    asked = []
+    for _ in range(count):
+        one, two, background = rng.sample(list(shapes.COLOURS), 3)
+        asked.append(((one, rng.choice(shapes.SHAPES)), (two, rng.choice(shapes.SHAPES)), background))
+    texts = [f"{shapes.article(' '.join(left))} and {shapes.article(' '.join(right))} "
+             f"on {shapes.article(background)} background" for left, right, background in asked]
+    backgrounds = colours = forms = 0
+    for (left, right, background), image in zip(asked, draw(pipe, texts)):
+        plain = image.getpixel((2, 2))
+        for side, (colour, shape) in ((0, left), (1, right)):
+            half = image.copy()
+            half.paste(plain, (64 * (1 - side), 0, 64 * (2 - side), shapes.SIDE))
+            seen = read(half)
+            colours += seen.colour == colour
+            forms += seen.shape == shape and seen.overlap >= LEAST_OVERLAP
+        backgrounds += seen.background == background
+    print(f"two objects: background {backgrounds}/{count}, colour {colours}/{2 * count}, "
+          f"shape {forms}/{2 * count}", flush=True)
+
+
 def draw(pipe: FluxPipeline, prompts: list[str], steps: int = STEPS, seed: int = SEED,
          length: int = TEXT_LENGTH, cfg: float = 1.0, batch: int = 16) -> list[Image.Image]:
     images = []
@@ -232,6 +255,7 @@ def main() -> None:
         for length in (32, 512):
             score(f"text length {length}", prompts, draw(pipe, texts, length=length))
         score("true guidance 2", prompts, draw(pipe, texts, cfg=2.0))
+        score_pairs(pipe)
     if args.loras:
         score_loras(pipe, args.loras, args.sheets)
 

@@ -322,7 +322,7 @@ def typed(rng: random.Random, caption: str) -> str:
     return caption
 
 
-KINDS = {"one": 0.72, "two": 0.15, "scene": 0.13}
+KINDS = {"one": 0.62, "two": 0.26, "scene": 0.12}
 
 
 def sample(rng: random.Random, style: str | None = None, strength: float = 1.0,
