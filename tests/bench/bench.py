@@ -26,7 +26,7 @@ import models  # noqa: E402
 from latentd_side import Bench, NoopDaemon, peak_memory  # noqa: E402
 from models import Shape  # noqa: E402
 from reference import Diffusers  # noqa: E402
-from report import Row, Table  # noqa: E402
+from report import Row, Table, progress  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy/demo"
@@ -74,7 +74,7 @@ class Benchmarks:
         """The two have drawn the same picture; otherwise there is nothing to compare."""
         ours, theirs = torch.tensor(self.bench("latents", key)["latents"]), reference.result()
         error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-        print(f"  {key}: results differ by {error:.1e}", flush=True)
+        progress(f"  {key}: results differ by {error:.1e}")
         if not error <= tolerance:
             raise RuntimeError(f"{key}: not the same result as diffusers: {error}")
 
@@ -89,8 +89,8 @@ class Benchmarks:
         self.check_same(reference, "demo")
         self.check_same(reference, "demo-stored")
         self.table.compare("step, demo model, fp32 against diffusers", t["ours"], t["reference"], 0.40)
-        self.table.compare("step, demo model as it is stored (bf16) against diffusers fp32", t["stored"],
-                           t["reference"], 0.40)
+        self.table.compare("step, demo model as it is stored (bf16) against diffusers in fp32", t["stored"],
+                           t["reference"])
         self.bench("close", "demo")
         self.lora_switches("demo model", "demo-stored", reference,
                            sorted((DEMO / "loras").glob("*.safetensors"))[:2], rounds=12, block=10)
@@ -104,7 +104,7 @@ class Benchmarks:
         self.bench("open", "middle-bf16", stored_bf16, inputs)
         reference = Diffusers(folder, inputs)
         sides = {"reference": reference, "ours": "middle", "bf16": "middle-bf16"}
-        t = self.run_steps(sides, MIDDLE_SIDE, rounds=16, block=1)
+        t = self.run_steps(sides, MIDDLE_SIDE, rounds=20, block=1)
         self.check_same(reference, "middle")
         self.table.compare("step, 69-M model, fp32 against diffusers", t["ours"], t["reference"], 0.95)
         self.table.compare("step, 69-M model, stored as bf16 against stored as fp32", t["bf16"], t["ours"], 1.15)
@@ -192,7 +192,7 @@ class Benchmarks:
             gb = times[0]["bytes"] / 1e9
             ours, plain = [t["load"] for t in times], min(([t[w] for t in times] for w in ("mmap", "pread")), key=min)
             way = "mapped" if min(plain) == min(t["mmap"] for t in times) else "pread"
-            self.table.add(Row(f"load of {gb:.2g} GB, {what}, against a plain read ({way})",
+            self.table.add(Row(f"load of {gb:.2g} GB, {what}, until every byte was looked at, against a plain read ({way})",
                                f"{gb / min(ours) * 1000:.2f} GB/s", f"{gb / min(plain) * 1000:.2f} GB/s",
                                min(plain) / min(ours), sorted(plain)[len(plain) // 2] / sorted(ours)[len(ours) // 2],
                                0.8, at_least=True))
@@ -200,9 +200,9 @@ class Benchmarks:
     def memory(self, folders: dict[str, Path]) -> None:
         for what, folder in folders.items():
             weights = sum(f.stat().st_size for f in folder.rglob("*.safetensors"))
-            memory = peak_memory(self.bin, folder.parent, folder.name, self.work)
+            memory = peak_memory(self.bin, folder.parent, folder.name)
             allowed = 1.1 * weights + 400 * MB
-            print(f"  {what}: {({k: round(v / MB) for k, v in memory.items()})} MiB", flush=True)
+            progress(f"  {what}: {({k: round(v / MB) for k, v in memory.items()})} MiB")
             self.table.add(Row(f"peak RSS of the daemon after a job, {weights / MB:.0f} MiB of weights, {what}, "
                                "against 1.1 × weights + 400 MiB", f"{memory['VmHWM'] / MB:.0f} MiB",
                                f"{allowed / MB:.0f} MiB", memory["VmHWM"] / allowed, None, 1.0))
@@ -222,6 +222,12 @@ class Benchmarks:
                            f"{us:.1f} µs", "100 µs", us / 100, median / 100, 1.0))
         self.table.add(Row("daemon's overhead per call of one step, same", f"{min(short):.2f} ms", "1 ms", min(short),
                            statistics.median(short), None))
+
+
+def processor() -> str:
+    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+             if line.startswith("model name")]
+    return f"{len(names)} × {names[0]}" if names else "unknown processor"
 
 
 def main() -> int:
@@ -244,16 +250,16 @@ def main() -> int:
     demo = DEMO / "models/shapes-flux"
     try:
         if "overhead" in wanted:
-            print("== overhead", flush=True)
+            progress("== overhead")
             benchmarks.overhead()
         if "demo" in wanted:
-            print("== demo model", flush=True)
+            progress("== demo model")
             models.write_inputs(work / "demo-inputs.safetensors", demo, DEMO_SIDE, DEMO_TOKENS)
             benchmarks.demo_steps(demo, work / "demo-inputs.safetensors")
         if "middle" in wanted:
             folder = work / "models/middle"
             count = models.write_model(folder, demo, MIDDLE)
-            print(f"== 69-M model ({count / 1e6:.1f} M)", flush=True)
+            progress(f"== 69-M model ({count / 1e6:.1f} M)")
             models.write_inputs(work / "middle-inputs.safetensors", folder, MIDDLE_SIDE, MIDDLE_TOKENS)
             benchmarks.middle_steps(folder, work / "middle-inputs.safetensors")
             benchmarks.memory({"bf16": work / "middle-bf16"})
@@ -262,7 +268,7 @@ def main() -> int:
         if "files" in wanted:
             big, shifted = work / "models/big", work / "models/big-shifted"
             count = models.write_model(big, demo, BIG)
-            print(f"== files ({count / 1e6:.1f} M)", flush=True)
+            progress(f"== files ({count / 1e6:.1f} M)")
             models.shift_model(shifted, big)
             benchmarks.loads(big, shifted)
             benchmarks.memory({"fp32": big, "fp32 at 8 modulo 16": shifted})
@@ -270,9 +276,10 @@ def main() -> int:
         benchmarks.close()
         shutil.rmtree(work, ignore_errors=True)
 
-    print("\n" + benchmarks.table.markdown())
     missed = sum(not row.ok for row in benchmarks.table.rows)
-    print(f"\n{missed} of {sum(row.limit is not None for row in benchmarks.table.rows)} limits missed.")
+    print(benchmarks.table.markdown())
+    print(f"\n{missed} of {sum(row.limit is not None for row in benchmarks.table.rows)} limits missed. Ratios are of the "
+          f"fastest measurements. One thread where nothing else is said; torch {torch.__version__}, {processor()}.")
     return 1 if missed else 0
 
 

@@ -81,8 +81,8 @@ class BenchModel {
   const std::unique_ptr<Pipeline> pipeline_;
   std::map<std::string, std::shared_ptr<const WeightSet>> weights_;
   std::vector<PatchTarget> targets_;
-  std::map<std::string, LockRequest> loras_;    // by file, headers read
-  std::vector<LockHandle> resident_;            // keep the records of `loras_`
+  std::map<std::string, LockRequest> loras_;  // by file, headers read
+  std::vector<LockHandle> resident_;          // keep the records of `loras_`
   std::map<std::string, at::Tensor> inputs_;
   // Declared so that what borrows goes first.
   LockHandle session_;

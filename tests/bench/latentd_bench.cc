@@ -68,7 +68,8 @@ class Commands {
     return word == "sidecar" ? PatchMode::kSidecar : PatchMode::kAuto;
   }
 
-  std::string RunOnModel(const std::string& what, const std::string& key, const std::vector<std::string>& words) {
+  std::string RunOnModel(const std::string& what, const std::string& key,
+                         const std::vector<std::string>& words) {
     BenchModel& model = *models_.at(key);
     std::vector<double> ms;
     if (what == "begin") {

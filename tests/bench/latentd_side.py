@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -42,24 +43,25 @@ class NoopDaemon:
         self.process.wait()
 
 
-def peak_memory(bin: Path, models: Path, model: str, folder: Path, *flags: str) -> dict[str, int]:
+def peak_memory(bin: Path, models: Path, model: str) -> dict[str, int]:
     """Peak resident bytes of a fresh daemon that ran one job; and what it had at the end, by kind."""
-    address = f"unix:{folder}/rss.sock"
-    config = folder / "rss.toml"
-    config.write_text(f'listen = ["{address}"]\nmodel_roots = ["{models}"]\nthreads_per_device = 1\n'
-                      'ram_cap = "4GiB"\nlog_level = "error"\n')
-    daemon = subprocess.Popen([bin / "latentd", "--config", config])
-    ctl = [bin / "latentctl", "--address", address]
-    try:
-        for _ in range(200):
-            if subprocess.run([*ctl, "health"], capture_output=True).returncode == 0:
-                break
-            time.sleep(0.05)
-        subprocess.run([*ctl, "generate", "a red circle", "--model", model, "--steps", "2", "--seed", "1",
-                        "-o", folder / "rss.png", *flags], check=True, capture_output=True)
-        status = Path(f"/proc/{daemon.pid}/status").read_text().splitlines()
-        return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in status
-                if line.startswith(("VmHWM", "RssAnon", "RssFile"))}
-    finally:
-        daemon.terminate()
-        daemon.wait(timeout=60)
+    with tempfile.TemporaryDirectory() as temporary:    # a socket's path must be short
+        folder = Path(temporary)
+        address, config = f"unix:{folder}/latentd.sock", folder / "latentd.toml"
+        config.write_text(f'listen = ["{address}"]\nmodel_roots = ["{models}"]\nthreads_per_device = 1\n'
+                          'ram_cap = "4GiB"\nlog_level = "error"\n')
+        daemon = subprocess.Popen([bin / "latentd", "--config", config])
+        ctl = [bin / "latentctl", "--address", address]
+        try:
+            for _ in range(200):
+                if subprocess.run([*ctl, "health"], capture_output=True).returncode == 0:
+                    break
+                time.sleep(0.05)
+            subprocess.run([*ctl, "generate", "a red circle", "--model", model, "--steps", "2", "--seed", "1",
+                            "-o", folder / "picture.png"], check=True, capture_output=True)
+            status = Path(f"/proc/{daemon.pid}/status").read_text().splitlines()
+            return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in status
+                    if line.startswith(("VmHWM", "RssAnon", "RssFile"))}
+        finally:
+            daemon.terminate()
+            daemon.wait(timeout=60)

@@ -7,10 +7,11 @@
 
 namespace latentd::bench {
 
-// Milliseconds for all bytes of the transformer's file of a model folder, none of it in this process before.
+// Milliseconds until the program has looked at every byte of the transformer's file of a model folder, none
+// of which it had before: each way ends with the sum of all bytes.
 struct LoadTimes {
-  double load;   // WeightFiles and LoadWeights, then every byte of every tensor is read
-  double mmap;   // mapped, then every byte is read
+  double load;   // WeightFiles and LoadWeights, then the tensors' bytes
+  double mmap;   // mapped
   double pread;  // read into one buffer of 8 MiB, again and again
   int64_t bytes;
 };

@@ -52,7 +52,8 @@ class NoopPipeline : public Pipeline {
     return absl::OkStatus();
   }
   std::vector<std::string> EncoderComponents(const GenerateParams&) const override { return {}; }
-  absl::Status Encode(const std::string&, const WeightView&, const GenerateParams&, Conditioning&) const override {
+  absl::Status Encode(const std::string&, const WeightView&, const GenerateParams&,
+                      Conditioning&) const override {
     return absl::OkStatus();
   }
   std::string image_encoder_component() const override { return "network"; }

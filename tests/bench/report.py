@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from dataclasses import dataclass, field
 
 
@@ -35,7 +36,7 @@ class Table:
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        print("  " + " | ".join(row.cells()), flush=True)
+        progress("  " + "; ".join(cell for cell in row.cells() if cell))
 
     def compare(self, what: str, ours: list[float], reference: list[float], limit: float | None = None,
                 unit: str = "ms", at_least: bool = False) -> None:
@@ -51,6 +52,10 @@ class Table:
         head = ["measured", "latentd", "reference", "ratio", "of medians", "limit", ""]
         lines = [head, ["---"] * len(head), *(row.cells() for row in self.rows)]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def number(value: float) -> str:

@@ -81,8 +81,9 @@ def test_replies_echo_the_request_id_and_events_come_in_order(daemon):
         kinds.append(response.job_event.event.WhichOneof("event"))
         if kinds[-1] == "done":
             break
-    order = ["queued", "loading", "encoded", "step", "image_header", "image_chunk", "done"]
+    order = ["queued", "encoded", "step", "image_header", "image_chunk", "done"]
     assert kinds[0] == "queued"
+    kinds = [k for k in kinds if k != "loading"]  # comes before each phase whose weights are not there
     assert [order.index(k) for k in kinds] == sorted(order.index(k) for k in kinds)
     session.close()
 

@@ -46,7 +46,7 @@ STYLES = {
     "dusk": Style("dusk", "warm evening light, growing with the weight",
                   (0.25, 0.5, 0.75, 1.0, 1.25), 4, 240, 3e-3, shapes.KINDS),
     "checker": Style("checker", "a chequered background",
-                     (1.0,), 8, 400, 5e-3, {"one": 0.8, "two": 0.2}),
+                     (1.0,), 8, 600, 5e-3, {"one": 0.8, "two": 0.2}),
 }
 
 

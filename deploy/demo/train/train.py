@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 SEEDS = {"vae": 1, "equalise": 2, "latents": 3, "flux": 4, "decoder": 5, "dusk": 6, "checker": 7}
-PICTURES, PER_FILE = 40000, 1000
+PICTURES, PER_FILE = 14000, 1000
 FLUX_STEPS = 7100
 DECODER_STEPS = 1500
 STYLE_PICTURES = 1000
