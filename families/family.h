@@ -57,6 +57,8 @@ class Denoiser {
   virtual absl::StatusOr<StepReport> Step(const WeightView& weights) = 0;
   // Current latents [N, C, h, w] in the unpacked form that Pipeline::Decode takes. Copies.
   virtual at::Tensor latents() const = 0;
+  // What the last step takes the finished latents to be, for previews; in the same form.
+  virtual at::Tensor prediction() const { return latents(); }
 };
 
 // What ListModels shows: the values that Validate fills in where the request leaves them out.

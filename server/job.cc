@@ -236,7 +236,7 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
 absl::Status Job::SendPreviews(int64_t step) {
   const int64_t every = setup_.request.preview_every();
   if (every <= 0 || step % every != 0) return absl::OkStatus();
-  const at::Tensor latents = denoiser_->latents();
+  const at::Tensor latents = denoiser_->prediction();
   for (int64_t i = 0; i < latents.size(0); ++i) {
     const at::Tensor small = setup_.model->pipeline->Preview(latents.narrow(0, i, 1));
     if (!small.defined()) return absl::OkStatus();

@@ -108,6 +108,7 @@ class FluxDenoiser : public Denoiser {
       }
       stepped.push_back(EulerStep(x, velocity, sigma, next));
     }
+    before_ = std::move(pictures_);
     pictures_ = std::move(stepped);
     ++index_;
     return StepReport{.index = index_ - start_, .count = step_count(), .sigma = sigma};
@@ -116,6 +117,15 @@ class FluxDenoiser : public Denoiser {
   at::Tensor latents() const override {
     c10::InferenceMode inference;
     return UnpackLatents(at::cat(pictures_), height_, width_);
+  }
+
+  // The step's direction followed to sigma 0: x − sigma · v, with v out of the two ends of the step.
+  at::Tensor prediction() const override {
+    if (before_.empty()) return latents();
+    c10::InferenceMode inference;
+    const float sigma = sigmas_[static_cast<size_t>(index_) - 1], next = sigmas_[static_cast<size_t>(index_)];
+    const at::Tensor from = at::cat(before_), to = at::cat(pictures_);
+    return UnpackLatents(at::lerp(from, to, sigma / (sigma - next)), height_, width_);
   }
 
  private:
@@ -134,6 +144,7 @@ class FluxDenoiser : public Denoiser {
   const int64_t start_;
   int64_t index_;                     // of the step to come, in sigmas_
   std::vector<at::Tensor> pictures_;  // packed latents, [1, tokens, 64] each
+  std::vector<at::Tensor> before_;    // the same before the last step
   std::vector<Prompt> prompts_;       // wanted, then unwanted
   const double guidance_, true_cfg_scale_;
   const int64_t height_, width_;  // of the latents

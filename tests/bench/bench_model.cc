@@ -56,11 +56,11 @@ void BenchModel::Begin(int64_t side, int64_t steps) {
   denoiser_ = OrDie(pipeline_->Begin(params, std::move(conditioning), {}));
 }
 
-double BenchModel::Step() {
+Elapsed BenchModel::Step() {
   const WeightView& view = *views_.at(pipeline_->denoiser_component());
   const Stopwatch watch;
   OrDie(denoiser_->Step(view));
-  return watch.ms();
+  return watch.elapsed();
 }
 
 std::vector<float> BenchModel::Latents() const {
@@ -84,7 +84,7 @@ LockRequest BenchModel::RequestFor(const std::string& file) {
   return loras_.emplace(file, std::move(request)).first->second;
 }
 
-double BenchModel::SwitchLora(const std::string& file, PatchMode mode) {
+Elapsed BenchModel::SwitchLora(const std::string& file, PatchMode mode) {
   const LockRequest request = RequestFor(file);
   const Stopwatch watch;
   LockHandle handle = OrDie(host_->cache.Lock(request.key, request.loader, {.owner = "session"}));
@@ -101,7 +101,7 @@ double BenchModel::SwitchLora(const std::string& file, PatchMode mode) {
     overlays_[target.component] = std::move(overlay);
   }
   session_ = std::move(handle);
-  return watch.ms();
+  return watch.elapsed();
 }
 
 void BenchModel::DropLora() {

@@ -8,9 +8,9 @@
 //   threads N                         of all that follows
 //   open KEY FOLDER INPUTS            loads a model
 //   begin KEY SIDE STEPS              starts a run with the LoRA that is set
-//   step KEY COUNT                    → {"ms": [one per step]}
+//   step KEY COUNT                    → {"wall": [one per step], "cpu": [the same]}
 //   latents KEY                       → {"latents": [...]}
-//   lora KEY MODE COUNT FILE…         takes one file after the other, COUNT times → {"ms": [one per change]}
+//   lora KEY MODE COUNT FILE…         takes one file after the other, COUNT times → the same, one per change
 //   no-lora KEY
 //   close KEY
 //   load FOLDER                       → {"load": ms, "mmap": ms, "pread": ms, "bytes": n}
@@ -68,23 +68,30 @@ class Commands {
     return word == "sidecar" ? PatchMode::kSidecar : PatchMode::kAuto;
   }
 
+  static std::string ToJson(const std::vector<Elapsed>& times) {
+    const auto wall = [](std::string* out, const Elapsed& e) { absl::StrAppend(out, e.wall); };
+    const auto cpu = [](std::string* out, const Elapsed& e) { absl::StrAppend(out, e.cpu); };
+    return absl::StrCat("{\"wall\": [", absl::StrJoin(times, ", ", wall), "], \"cpu\": [",
+                        absl::StrJoin(times, ", ", cpu), "]}");
+  }
+
   std::string RunOnModel(const std::string& what, const std::string& key,
                          const std::vector<std::string>& words) {
     BenchModel& model = *models_.at(key);
-    std::vector<double> ms;
+    std::vector<Elapsed> times;
     if (what == "begin") {
       model.Begin(Int(words.at(2)), Int(words.at(3)));
     } else if (what == "step") {
-      for (int i = 0; i < Int(words.at(2)); ++i) ms.push_back(model.Step());
-      return absl::StrCat("{\"ms\": [", absl::StrJoin(ms, ", "), "]}");
+      for (int i = 0; i < Int(words.at(2)); ++i) times.push_back(model.Step());
+      return ToJson(times);
     } else if (what == "latents") {
       return absl::StrCat("{\"latents\": [", absl::StrJoin(model.Latents(), ", "), "]}");
     } else if (what == "lora") {
       const size_t files = words.size() - 4;
       for (int i = 0; i < Int(words.at(3)); ++i) {
-        ms.push_back(model.SwitchLora(words.at(4 + static_cast<size_t>(i) % files), Mode(words.at(2))));
+        times.push_back(model.SwitchLora(words.at(4 + static_cast<size_t>(i) % files), Mode(words.at(2))));
       }
-      return absl::StrCat("{\"ms\": [", absl::StrJoin(ms, ", "), "]}");
+      return ToJson(times);
     } else if (what == "no-lora") {
       model.DropLora();
     } else if (what == "close") {

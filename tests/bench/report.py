@@ -38,15 +38,21 @@ class Table:
         self.rows.append(row)
         progress("  " + "; ".join(cell for cell in row.cells() if cell))
 
-    def compare(self, what: str, ours: list[float], reference: list[float], limit: float | None = None,
-                unit: str = "ms", at_least: bool = False) -> None:
-        """Times of both sides, taken in turns. The ratio is that of the fastest ones: what disturbs a measurement
-        only ever adds to it."""
-        ratio, median = min(ours) / min(reference), statistics.median(ours) / statistics.median(reference)
-        if at_least:    # throughput
-            ratio, median = 1 / ratio, 1 / median
-        self.add(Row(what, f"{number(min(ours))} {unit}", f"{number(min(reference))} {unit}", ratio, median, limit,
-                     at_least))
+    def compare(self, what: str, ours: list[float], reference: list[float], limit: float | None = None) -> None:
+        """Milliseconds of both sides, taken in turns. The ratio is that of the fastest ones: what disturbs a
+        measurement only ever adds to it."""
+        self.add_times(what, min(ours), min(reference), statistics.median(ours) / statistics.median(reference), limit)
+
+    def compare_runs(self, what: str, ours: list[list[float]], reference: list[list[float]],
+                     limit: float | None = None) -> None:
+        """Runs of several steps: milliseconds per step of a run of which each step is the fastest of its place."""
+        def per_step(runs, choose) -> float:
+            return statistics.mean(choose(step) for step in zip(*runs))
+        median = per_step(ours, statistics.median) / per_step(reference, statistics.median)
+        self.add_times(what, per_step(ours, min), per_step(reference, min), median, limit)
+
+    def add_times(self, what: str, ours: float, reference: float, median: float, limit: float | None) -> None:
+        self.add(Row(what, f"{number(ours)} ms", f"{number(reference)} ms", ours / reference, median, limit))
 
     def markdown(self) -> str:
         head = ["measured", "latentd", "reference", "ratio", "of medians", "limit", ""]

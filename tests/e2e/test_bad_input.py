@@ -225,7 +225,15 @@ def test_previews_come_as_small_jpegs(daemon):
     for preview in previews:
         image = Image.open(io.BytesIO(preview.data))
         assert image.format == "JPEG" and image.size == (preview.width, preview.height)
-    assert len(previews) in (0, 2)  # none for a model without a linear preview
+    assert len(previews) == 2  # after steps 2 and 4; the last step gives the picture
+
+
+def test_a_preview_shows_what_the_picture_will_be(daemon):
+    result = daemon.generate("a big red circle on a blue background", steps=12, preview_every=8)
+    preview = next(e.preview for e in result.events if e.WhichOneof("event") == "preview")
+    small = np.asarray(Image.open(io.BytesIO(preview.data)).convert("RGB")).astype(float)
+    picture = Image.open(io.BytesIO(result.pictures[0].data)).convert("RGB").resize(small.shape[1::-1], Image.BOX)
+    assert np.abs(small - np.asarray(picture)).mean() < 40
 
 
 def test_img2img_starts_from_the_picture(daemon):
