@@ -22,8 +22,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Every loader keeps to it, so that no kernel takes another path for the same numbers.
-constexpr uintptr_t kTensorAlignment = 16;
 
 at::ScalarType ToScalarType(DType dtype) {
   switch (dtype) {
@@ -176,14 +174,15 @@ absl::Status WeightFiles::Check() const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<at::Tensor> WeightFiles::Read(absl::string_view name) const {
+absl::StatusOr<at::Tensor> WeightFiles::Read(absl::string_view name, bool compute) const {
   const Entry& entry = tensors_.at(std::string(name));
   const File& file = files_[static_cast<size_t>(entry.file)];
   const TensorInfo& info = *entry.info;
   auto options = at::TensorOptions().dtype(ToScalarType(info.dtype));
   const uint8_t* bytes = file.mapping->data() + info.offset;
   if (info.bytes == 0) return at::empty(info.shape, options);
-  if (reinterpret_cast<uintptr_t>(bytes) % kTensorAlignment == 0) {
+  const auto alignment = static_cast<uintptr_t>(compute ? kTensorAlignment : ElementSize(info.dtype));
+  if (reinterpret_cast<uintptr_t>(bytes) % alignment == 0) {
     return at::from_blob(const_cast<uint8_t*>(bytes), info.shape,
                          [mapping = file.mapping](void*) mutable { mapping.reset(); }, options);
   }
@@ -292,7 +291,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<con
   for (size_t i = 0; i < decls.size(); ++i) {
     if (context.cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "load cancelled");
     const Assigned& from = by_slot[i].front();
-    ASSIGN_OR_RETURN(at::Tensor tensor, files->Read(from.source));
+    ASSIGN_OR_RETURN(at::Tensor tensor, files->Alias(from.source));
     if (!at::isFloatingType(tensor.scalar_type()) || at::isFloat8Type(tensor.scalar_type()) ||
         tensor.scalar_type() == at::kDouble) {
       return MakeError(absl::StatusCode::kUnimplemented, "UNSUPPORTED_DTYPE",
@@ -315,7 +314,6 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<con
       return Mismatch("tensors have another shape", {absl::StrCat(from.source, " ", Shape(tensor.sizes()), " where ",
                                                                   decls[i].name, " is ", Shape(decls[i].shape))});
     }
-    if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kTensorAlignment != 0) tensor = tensor.clone();
     done += static_cast<int64_t>(tensor.nbytes());
     context.Progress(done, total);
     weights[i].data = std::move(tensor);

@@ -44,9 +44,13 @@ class WeightFiles {
   // Hash over name, size and times of the files: another one when a file was replaced. 16 hex digits.
   const std::string& fingerprint() const { return fingerprint_; }
 
-  // The tensor of that name: an alias of the file's mapping where it is 16-byte aligned there, else an
-  // aligned copy; always the same choice for the same file. REQUIRES: the name is in tensors().
-  absl::StatusOr<at::Tensor> Read(absl::string_view name) const;
+  // The tensor of that name as it lies in the file's mapping, without a copy, at whatever address that is: only
+  // aligned for its type. For weights that are read through a WeightView, which sees to the alignment.
+  // REQUIRES: the name is in tensors().
+  absl::StatusOr<at::Tensor> Alias(absl::string_view name) const { return Read(name, /*compute=*/false); }
+
+  // The same for direct use: 16-byte aligned, so a copy where the file is not.
+  absl::StatusOr<at::Tensor> Read(absl::string_view name) const { return Read(name, /*compute=*/true); }
 
   // DATA_LOSS FILE_TRUNCATED once a mapping was found to be cut short.
   absl::Status Check() const;
@@ -57,6 +61,7 @@ class WeightFiles {
     std::vector<TensorInfo> infos;
     std::shared_ptr<MappedFile> mapping;
   };
+  absl::StatusOr<at::Tensor> Read(absl::string_view name, bool compute) const;
   absl::Status AddFile(const std::string& path);
   void Finish();
 

@@ -18,13 +18,20 @@ enum class StorageForm {
   kPlain,  // `data` is the tensor, in fp32, fp16 or bf16
 };
 
+// Kernels take another path below this alignment, which can change the last bits of a result. What computes
+// keeps to it, whichever way a tensor got into memory; safetensors files promise 8 bytes only.
+inline constexpr int64_t kTensorAlignment = 16;
+inline bool IsComputeAligned(const at::Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kTensorAlignment == 0;
+}
+
 struct Weight {
   at::Tensor data;
   StorageForm form = StorageForm::kPlain;
 };
 
-// Immutable; read from any thread. Tensors are at least 16-byte aligned, whichever way they got there, so
-// that results do not depend on how a file was read. They may alias a file mapping, which they keep alive.
+// Immutable; read from any thread. Tensors may alias a file mapping, which they keep alive, and then lie
+// where the file has them: see IsComputeAligned.
 class WeightSet : public Resource {
  public:
   // Lets a WeightSet say whether the file behind it can still be trusted; see MappedFile.

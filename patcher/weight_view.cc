@@ -11,8 +11,8 @@ WeightView::WeightView(const WeightSet& base, const Overlay* overlay, at::Scalar
   vectors_.resize(decls.size());
   for (size_t i = 0; i < decls.size(); ++i) {
     const at::Tensor& stored = Stored(Slot{static_cast<int32_t>(i)});
-    if (stored.scalar_type() == compute_ || stored.dim() != 1) continue;
-    vectors_[i] = stored.to(compute_);
+    if (stored.dim() != 1 || Usable(stored)) continue;
+    vectors_[i] = stored.to(compute_, /*non_blocking=*/false, /*copy=*/true);
   }
 }
 
@@ -26,12 +26,13 @@ const at::Tensor& WeightView::Stored(Slot slot) const {
 at::Tensor WeightView::operator()(Slot slot) const {
   const at::Tensor& converted = vectors_[static_cast<size_t>(slot.index)];
   if (converted.defined()) return converted;
-  return Stored(slot).to(compute_);  // no copy where the types agree
+  const at::Tensor& stored = Stored(slot);
+  return Usable(stored) ? stored : stored.to(compute_, /*non_blocking=*/false, /*copy=*/true);
 }
 
 const at::Tensor& WeightView::ComputeWeight(Slot slot) const {
   const at::Tensor& stored = Stored(slot);
-  if (stored.scalar_type() == compute_) return stored;
+  if (Usable(stored)) return stored;
   // One buffer for all weights: fresh pages for each would cost more than the conversion.
   if (!scratch_.defined() || scratch_.numel() < stored.numel()) {
     scratch_ = at::empty({stored.numel()}, stored.options().dtype(compute_));

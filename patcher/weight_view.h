@@ -25,7 +25,7 @@ class WeightView {
 
   at::ScalarType compute_type() const { return compute_; }
 
-  // The tensor in the compute type. Vectors are converted once per view, larger ones at each call.
+  // The tensor in the compute type, aligned. Vectors are converted once per view, larger ones at each call.
   // REQUIRES: slot is not empty.
   at::Tensor operator()(Slot slot) const;
 
@@ -37,6 +37,10 @@ class WeightView {
   at::Tensor Linear(Slot weight, Slot bias, const at::Tensor& x) const;
 
  private:
+  // True for what kernels can take as it is: of the compute type, and aligned.
+  bool Usable(const at::Tensor& stored) const {
+    return stored.scalar_type() == compute_ && IsComputeAligned(stored);
+  }
   const at::Tensor& ComputeWeight(Slot slot) const;
 
   const WeightSet& base_;

@@ -257,8 +257,9 @@ def main() -> int:
             benchmarks.overhead()
         if "demo" in wanted:
             progress("== demo model")
-            models.write_inputs(work / "demo-inputs.safetensors", demo, DEFAULTS["width"], DEFAULTS["max_sequence_length"])
-            benchmarks.demo_steps(demo, work / "demo-inputs.safetensors")
+            inputs = work / "demo-inputs.safetensors"
+            models.write_inputs(inputs, demo, DEFAULTS["width"], DEFAULTS["max_sequence_length"])
+            benchmarks.demo_steps(demo, inputs)
         if "middle" in wanted:
             folder = work / "models/middle"
             count = models.write_model(folder, demo, MIDDLE)
@@ -283,7 +284,8 @@ def main() -> int:
     print(benchmarks.table.markdown())
     limits = sum(row.limit is not None for row in benchmarks.table.rows)
     print(f"\n{missed} of {limits} limits missed. Ratios are of the fastest measurements. Steps and changes of LoRAs "
-          f"are CPU time on one thread where nothing else is said, the rest is wall time; torch {torch.__version__}, {processor()}.")
+          f"are CPU time on one thread where nothing else is said, the rest is wall time; "
+          f"torch {torch.__version__}, {processor()}.")
     return 1 if missed else 0
 
 
