@@ -35,6 +35,8 @@ DEMO = ROOT / "deploy/demo"
 DEFAULTS = json.loads((DEMO / "models/shapes-flux/latentd.json").read_text())["defaults"]
 MB = 1 << 20
 
+TINY = Shape(heads=3, double=2, single=4, head_channels=32, axes=(8, 12, 12))  # 1.3 M: calls, not arithmetic
+TINY_TOKENS = 16
 MIDDLE = Shape(heads=6, double=1, single=5)    # 69 M parameters
 BIG = Shape(heads=10, double=1, single=3)      # 142 M
 MIDDLE_SIDE, MIDDLE_TOKENS, MIDDLE_STEPS = 256, 64, 4    # 256 picture tokens, 64 text tokens
@@ -98,6 +100,14 @@ class Benchmarks:
                            sorted((DEMO / "loras").glob("*.safetensors"))[:2], rounds=12, block=10)
         self.lora_steps("demo model", "demo-stored", model, inputs, DEFAULTS["width"], DEFAULTS["steps"], rounds=12)
         self.bench("close", "demo-stored")
+
+    def tiny_steps(self, folder: Path, inputs: Path, name: str) -> None:
+        self.bench("open", "tiny", folder, inputs)
+        reference = Diffusers(folder, inputs)
+        t = self.run_steps({"reference": reference, "ours": "tiny"}, DEFAULTS["width"], DEFAULTS["steps"], rounds=20)
+        self.check_same(reference, "tiny")
+        self.table.compare_runs(f"step, {name}, fp32 against diffusers", t["ours"], t["reference"], 0.40)
+        self.bench("close", "tiny")
 
     def middle_steps(self, folder: Path, inputs: Path) -> None:
         stored_bf16 = self.work / "middle-bf16"
@@ -260,6 +270,10 @@ def main() -> int:
             inputs = work / "demo-inputs.safetensors"
             models.write_inputs(inputs, demo, DEFAULTS["width"], DEFAULTS["max_sequence_length"])
             benchmarks.demo_steps(demo, inputs)
+            count = models.write_model(work / "models/tiny", demo, TINY)
+            models.write_inputs(work / "tiny-inputs.safetensors", work / "models/tiny", DEFAULTS["width"], TINY_TOKENS)
+            benchmarks.tiny_steps(work / "models/tiny", work / "tiny-inputs.safetensors",
+                                  f"tiny random model ({count / 1e6:.1f} M, {TINY_TOKENS} text tokens)")
         if "middle" in wanted:
             folder = work / "models/middle"
             count = models.write_model(folder, demo, MIDDLE)

@@ -21,14 +21,17 @@ TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 @dataclass
 class Shape:
-    """Of a FLUX.1 transformer between the demo model's text encoders and VAE. A head has 128 channels."""
+    """Of a FLUX.1 transformer between the demo model's text encoders and VAE."""
     heads: int
     double: int
     single: int
+    head_channels: int = 128
+    axes: tuple[int, int, int] = (16, 56, 56)
 
     def config(self, demo: Path) -> dict:
         config = json.loads((demo / "transformer/config.json").read_text())
-        return config | dict(num_attention_heads=self.heads, attention_head_dim=128, axes_dims_rope=[16, 56, 56],
+        return config | dict(num_attention_heads=self.heads, attention_head_dim=self.head_channels,
+                             axes_dims_rope=list(self.axes),
                              num_layers=self.double, num_single_layers=self.single, guidance_embeds=True)
 
 
