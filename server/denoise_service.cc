@@ -34,6 +34,45 @@ absl::Status ClientGone() {
   return MakeError(absl::StatusCode::kCancelled, kClientGone, "the client cancelled or is gone");
 }
 
+// What both reactors do: they own a writer and a scope, and cancelling ends both.
+template <typename Reactor, typename Base, typename Message>
+class ScopeReactor : public Base {
+ public:
+  using Writer = StreamWriter<Reactor, Message>;
+
+  void OnWriteDone(bool ok) override { writer_->OnWriteDone(ok); }
+
+  void OnCancel() override {
+    writer_->OnCancel();
+    MutexLock lock(&mu_);
+    if (scope_ != nullptr) scope_->RequestEnd(EndReason::kCancelled, ClientGone());
+  }
+
+  void OnDone() override {
+    writer_->OnDone();
+    delete static_cast<Reactor*>(this);
+  }
+
+ protected:
+  ScopeReactor() : writer_(std::make_shared<Writer>(static_cast<Reactor*>(this))) {}
+  ~ScopeReactor() override = default;
+
+  // Takes the scope and starts it, then does `more` with it. The call may have been cancelled while there was
+  // no scope to be told.
+  template <typename More>
+  void Begin(std::shared_ptr<SessionScope> scope, More more) {
+    MutexLock lock(&mu_);
+    scope_ = std::move(scope);
+    scope_->Start();
+    more(*scope_);
+    if (writer_->cancelled()) scope_->RequestEnd(EndReason::kCancelled, ClientGone());
+  }
+
+  const std::shared_ptr<Writer> writer_;
+  Mutex mu_;
+  std::shared_ptr<SessionScope> scope_;  // set once, under mu_; the thread that set it looks without
+};
+
 // ------------------------------------------------------------------------------------------------- Session
 
 class SessionReactor;
@@ -127,10 +166,11 @@ class SessionStreamClient : public SessionClient {
   absl::Duration idle_timeout_;
 };
 
-class SessionReactor : public grpc::ServerBidiReactor<v1::SessionRequest, v1::SessionResponse> {
+class SessionReactor
+    : public ScopeReactor<SessionReactor, grpc::ServerBidiReactor<v1::SessionRequest, v1::SessionResponse>,
+                          v1::SessionResponse> {
  public:
-  SessionReactor(ServerCore* core, grpc::CallbackServerContext* context)
-      : core_(core), peer_(context->peer()), writer_(std::make_shared<SessionWriter>(this)) {
+  SessionReactor(ServerCore* core, grpc::CallbackServerContext* context) : core_(core), peer_(context->peer()) {
     StartRead(&request_);
   }
 
@@ -147,19 +187,6 @@ class SessionReactor : public grpc::ServerBidiReactor<v1::SessionRequest, v1::Se
     Handle();
     // Not after a message that ends the stream.
     if (!over_) StartRead(&request_);
-  }
-
-  void OnWriteDone(bool ok) override { writer_->OnWriteDone(ok); }
-
-  void OnCancel() override {
-    writer_->OnCancel();
-    MutexLock lock(&mu_);
-    if (scope_ != nullptr) scope_->RequestEnd(EndReason::kCancelled, ClientGone());
-  }
-
-  void OnDone() override {
-    writer_->OnDone();
-    delete this;
   }
 
  private:
@@ -217,23 +244,14 @@ class SessionReactor : public grpc::ServerBidiReactor<v1::SessionRequest, v1::Se
     auto scope = core_->sessions->Open(client_, peer_, std::move(request));
     if (!scope.ok()) return Fail(scope.status());
     client_->set_session((*scope)->id(), (*scope)->idle_timeout());
-    MutexLock lock(&mu_);
-    scope_ = std::move(*scope);
-    scope_->Start();
-    if (cancelled_before_open()) scope_->RequestEnd(EndReason::kCancelled, ClientGone());
+    Begin(std::move(*scope), [](SessionScope&) {});
   }
-
-  // The call may have been cancelled while no scope was there to be told.
-  bool cancelled_before_open() const { return writer_->cancelled(); }
 
   ServerCore* const core_;
   const std::string peer_;
-  const std::shared_ptr<SessionWriter> writer_;
   std::shared_ptr<SessionStreamClient> client_;
   v1::SessionRequest request_;
   bool over_ = false;  // of reads; touched in read callbacks only
-  Mutex mu_;
-  std::shared_ptr<SessionScope> scope_;  // set once, under mu_; read callbacks may look without
 };
 
 // ------------------------------------------------------------------------------------------------ Generate
@@ -283,10 +301,10 @@ class GenerateStreamClient : public SessionClient {
   std::weak_ptr<SessionScope> scope_;
 };
 
-class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
+class GenerateReactor
+    : public ScopeReactor<GenerateReactor, grpc::ServerWriteReactor<v1::GenerateResponse>, v1::GenerateResponse> {
  public:
-  GenerateReactor(ServerCore* core, grpc::CallbackServerContext* context, const v1::GenerateRequest& request)
-      : writer_(std::make_shared<GenerateWriter>(this)) {
+  GenerateReactor(ServerCore* core, grpc::CallbackServerContext* context, const v1::GenerateRequest& request) {
     auto client = std::make_shared<GenerateStreamClient>(writer_);
     auto scope = core->sessions->Open(client, context->peer(),
                                       {"", request.model(), Loras(request.loras()), request.patch_mode(),
@@ -296,31 +314,11 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
       return;
     }
     client->set_scope(*scope);
-    MutexLock lock(&mu_);
-    scope_ = std::move(*scope);
-    scope_->Start();
-    scope_->Denoise("", "", request.params());
-    scope_->EndWhenDone();
-    if (writer_->cancelled()) scope_->RequestEnd(EndReason::kCancelled, ClientGone());
+    Begin(std::move(*scope), [&](SessionScope& s) {
+      s.Denoise("", "", request.params());
+      s.EndWhenDone();
+    });
   }
-
-  void OnWriteDone(bool ok) override { writer_->OnWriteDone(ok); }
-
-  void OnCancel() override {
-    writer_->OnCancel();
-    MutexLock lock(&mu_);
-    if (scope_ != nullptr) scope_->RequestEnd(EndReason::kCancelled, ClientGone());
-  }
-
-  void OnDone() override {
-    writer_->OnDone();
-    delete this;
-  }
-
- private:
-  const std::shared_ptr<GenerateWriter> writer_;
-  Mutex mu_;
-  std::shared_ptr<SessionScope> scope_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace
