@@ -92,7 +92,7 @@ def test_unknown_models_and_loras(daemon, name):
     assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
     error = generate(daemon, loras=[common_pb2.LoraRef(name=name)])
     assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "LORA_NOT_FOUND")
-    assert "/work" not in error.message and str(DEMO) not in error.message
+    assert str(DEMO) not in error.message
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, 1e9])
