@@ -61,10 +61,23 @@ absl::Status Invalid(absl::string_view layer, absl::string_view what) {
                    {{"layer", std::string(layer)}});
 }
 
-std::string FormatOf(const std::vector<LoraLayer>& layers, bool peft_suffix) {
-  const std::string& name = layers.front().name;
+struct Parts {
+  absl::optional<std::string> down, up, alpha;
+};
+
+// A file's tensors as layers, by their names alone.
+struct Layers {
+  std::map<std::string, Parts> by_name;
+  bool peft_suffix = false;  // lora_A/lora_B
+};
+
+// REQUIRES: there is a layer.
+std::string FormatOf(const Layers& layers) {
+  const std::string& name = layers.by_name.begin()->first;
+  const bool peft_suffix = layers.peft_suffix;
   auto has = [&](absl::string_view text) {
-    return std::any_of(layers.begin(), layers.end(), [&](const LoraLayer& l) { return absl::StrContains(l.name, text); });
+    return std::any_of(layers.by_name.begin(), layers.by_name.end(),
+                       [&](const auto& l) { return absl::StrContains(l.first, text); });
   };
   if (name.find('.') == std::string::npos) return absl::StartsWith(name, "lycoris_") ? "LyCORIS" : "kohya";
   if (has("double_blocks.") || has("single_blocks.")) return peft_suffix ? "BFL names, PEFT suffixes" : "BFL names";
@@ -72,22 +85,16 @@ std::string FormatOf(const std::vector<LoraLayer>& layers, bool peft_suffix) {
   return "diffusers/PEFT";
 }
 
-struct Parts {
-  absl::optional<std::string> down, up, alpha;
-};
-
-}  // namespace
-
-absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Load(std::shared_ptr<const WeightFiles> files,
-                                                                   const LoadContext& context) {
-  if (files->tensors().size() > kMaxKeys) {
+// Errors: as for ModelPatch::Load, as far as names show them.
+absl::StatusOr<Layers> GroupByLayer(const WeightFiles& files) {
+  if (files.tensors().size() > kMaxKeys) {
     return MakeError(absl::StatusCode::kInvalidArgument, "INVALID_LORA",
                      absl::StrCat("more than ", kMaxKeys, " tensors: not a LoRA"));
   }
-  std::map<std::string, Parts> by_layer;
+  Layers layers;
+  std::map<std::string, Parts>& by_layer = layers.by_name;
   std::map<std::string, std::vector<std::string>> foreign;  // type → keys
-  bool peft_suffix = false;
-  for (const auto& [raw, entry] : files->tensors()) {
+  for (const auto& [raw, entry] : files.tensors()) {
     const std::string key = DropAdapterName(raw);
     const auto* suffix = std::find_if(std::begin(kSuffixes), std::end(kSuffixes),
                                       [&](const Suffix& s) { return absl::EndsWith(key, s.text); });
@@ -97,7 +104,7 @@ absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Load(std::shared_p
       foreign[other == std::end(kForeign) ? "unknown" : std::string(other->type)].push_back(raw);
       continue;
     }
-    peft_suffix |= absl::StrContains(suffix->text, "lora_A") || absl::StrContains(suffix->text, "lora_B");
+    layers.peft_suffix |= absl::StrContains(suffix->text, "lora_A") || absl::StrContains(suffix->text, "lora_B");
     Parts& parts = by_layer[std::string(absl::StripSuffix(key, suffix->text))];
     absl::optional<std::string>& part = suffix->part == Part::kDown ? parts.down
                                         : suffix->part == Part::kUp ? parts.up
@@ -122,10 +129,22 @@ absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Load(std::shared_p
   if (by_layer.empty()) {
     return MakeError(absl::StatusCode::kInvalidArgument, "INVALID_LORA", "the file holds no LoRA layer");
   }
+  return layers;
+}
 
+}  // namespace
+
+absl::StatusOr<PatchSummary> ModelPatch::Summarize(const WeightFiles& files) {
+  ASSIGN_OR_RETURN(const Layers layers, GroupByLayer(files));
+  return PatchSummary{FormatOf(layers), static_cast<int64_t>(layers.by_name.size())};
+}
+
+absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Load(std::shared_ptr<const WeightFiles> files,
+                                                                   const LoadContext& context) {
+  ASSIGN_OR_RETURN(const Layers layers, GroupByLayer(*files));
   auto patch = std::make_shared<ModelPatch>();
   const int64_t total = files->tensor_bytes();
-  for (const auto& [name, parts] : by_layer) {
+  for (const auto& [name, parts] : layers.by_name) {
     if (context.cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "load cancelled");
     if (!parts.down || !parts.up) return Invalid(name, parts.up ? "has no down part" : "has no up part");
     LoraLayer layer;
@@ -167,7 +186,7 @@ absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Load(std::shared_p
     patch->layers_.push_back(std::move(layer));
   }
   RETURN_IF_ERROR(files->Check());
-  patch->format_ = FormatOf(patch->layers_, peft_suffix);
+  patch->format_ = FormatOf(layers);
   patch->metadata_ = files->metadata();
   patch->files_ = std::move(files);
   return patch;

@@ -29,8 +29,17 @@ struct LoraLayer {
   int64_t rank() const { return down.size(0); }
 };
 
+// What a file's header tells of it.
+struct PatchSummary {
+  std::string format;
+  int64_t layers = 0;
+};
+
 class ModelPatch : public Resource {
  public:
+  // Reads no values, so that a folder of large files can be listed. Errors: those of Load that names show.
+  static absl::StatusOr<PatchSummary> Summarize(const WeightFiles& files);
+
   // Parses and checks a file. All of it or nothing: a file with keys of a kind that is not supported is
   // refused, not applied in part. Errors: DATA_LOSS CORRUPT_FILE; INVALID_ARGUMENT INVALID_LORA (a pair
   // incomplete, shapes that do not fit each other, alpha or a value not finite, no layer at all);

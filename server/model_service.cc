@@ -80,16 +80,22 @@ absl::StatusOr<std::shared_ptr<const ModelPatch>> ReadPatch(const LoraFile& lora
   return ModelPatch::Load(files, LoadContext([] { return false; }, [](int64_t, int64_t) {}));
 }
 
-v1::Lora ToProto(const LoraFile& lora, const ModelPatch* patch) {
+v1::Lora ToProto(const LoraFile& lora, const PatchSummary& summary) {
   v1::Lora proto;
   proto.set_name(lora.name);
   proto.set_id(lora.id);
   proto.set_bytes(lora.bytes);
-  if (patch != nullptr) {
-    proto.set_format(patch->format());
-    proto.set_layers(static_cast<int64_t>(patch->layers().size()));
-  }
+  proto.set_format(summary.format);
+  proto.set_layers(summary.layers);
   return proto;
+}
+
+// Empty for a file that cannot be used.
+PatchSummary Summary(const LoraFile& lora) {
+  auto files = WeightFiles::Open(lora.path);
+  if (!files.ok()) return {};
+  auto summary = ModelPatch::Summarize(**files);
+  return summary.ok() ? *summary : PatchSummary{};
 }
 
 }  // namespace
@@ -133,8 +139,7 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListLoras(grpc::CallbackServerContex
     for (const LoraFile& lora : loras) names.push_back(lora.name);
     ASSIGN_OR_RETURN(Page page, PageOf(names, request->page_size(), request->page_token()));
     for (size_t i = page.begin; i < page.end; ++i) {
-      auto patch = ReadPatch(loras[i]);
-      *response->add_loras() = ToProto(loras[i], patch.ok() ? patch->get() : nullptr);
+      *response->add_loras() = ToProto(loras[i], Summary(loras[i]));
     }
     if (page.end < names.size()) response->set_next_page_token(names[page.end - 1]);
     return absl::OkStatus();
@@ -147,7 +152,7 @@ grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerCont
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     ASSIGN_OR_RETURN(LoraFile lora, core_->catalog->Lora(request->name()));
     ASSIGN_OR_RETURN(std::shared_ptr<const ModelPatch> patch, ReadPatch(lora));
-    *response->mutable_lora() = ToProto(lora, patch.get());
+    *response->mutable_lora() = ToProto(lora, {patch->format(), static_cast<int64_t>(patch->layers().size())});
     for (const LoraLayer& layer : patch->layers()) {
       ++(*response->mutable_layers_by_rank())[static_cast<int>(layer.rank())];
       if (layer.has_alpha) response->set_layers_with_alpha(response->layers_with_alpha() + 1);

@@ -1,8 +1,8 @@
 // A few threads for what may block or take time and needs no device: reading files, waiting for memory,
 // decoding and encoding pictures.
 //
-// A task that waits holds its thread, so the pool grows by a thread while all of its threads wait: waiting
-// jobs must not keep others from running the work that would end the wait.
+// A task that waits holds its thread, so the pool grows while all of its threads are busy: waiting jobs must
+// not keep others from running the work that would end the wait.
 #ifndef LATENTD_SERVER_WORKER_POOL_H_
 #define LATENTD_SERVER_WORKER_POOL_H_
 
