@@ -173,7 +173,7 @@ INSTANTIATE_TEST_SUITE_P(All, FluxRunGolden,
                          [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 TEST(FluxDemoGolden, DemoModelAgrees) {
-  if (!Golden::Exists("demo-run")) GTEST_SKIP() << "the demo model is not there";
+  if (!Golden::Exists("demo-run")) FAIL() << "the demo model is missing from deploy/demo/models";
   for (const char* name : {"demo-run", "demo-img2img"}) {
     const Golden golden(name);
     CheckRun(name, golden, *OpenModel(Files(golden.Setting("folder"))));

@@ -108,7 +108,7 @@ TEST_P(LoraGolden, AWholeRunAgreesWithPeft) {
 TEST(DemoLoraGolden, TheDemosLorasAgreeWithDiffusersOwnLoader) {
   for (const char* name : {"dusk", "checker"}) {
     const std::string name_of_case = absl::StrCat("demo-lora-", name);
-    if (!Golden::Exists(name_of_case)) GTEST_SKIP() << "the demo model is not there";
+    if (!Golden::Exists(name_of_case)) FAIL() << "the demo model is missing from deploy/demo/models";
     const Golden golden(name_of_case);
     ModelFiles files;
     files.name = "demo";
