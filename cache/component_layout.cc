@@ -6,11 +6,11 @@
 namespace latentd {
 
 Slot ComponentLayout::Add(absl::string_view name, std::vector<int64_t> shape) {
-  if (block_names_.empty()) BeginBlock("");
+  if (blocks_.empty()) BeginBlock("");
   const auto index = static_cast<int32_t>(tensors_.size());
   const bool is_new = index_.emplace(std::string(name), index).second;
   ABSL_INTERNAL_CHECK(is_new, absl::StrCat("tensor ", name, " was added twice"));
-  tensors_.push_back({std::string(name), std::move(shape), static_cast<int32_t>(block_names_.size()) - 1});
+  tensors_.push_back({std::string(name), std::move(shape), static_cast<int32_t>(blocks_.size()) - 1});
   return Slot{index};
 }
 

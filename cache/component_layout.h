@@ -35,8 +35,12 @@ struct TensorDecl {
 
 class ComponentLayout {
  public:
-  // Tensors added from here on belong to a new block.
-  void BeginBlock(absl::string_view name) { block_names_.emplace_back(name); }
+  // Tensors added from here on belong to a new block. One that stays is needed on a device at all times; the
+  // others may be copied there as the forward pass comes to them (all but their vectors, which are small).
+  enum class Residency { kStreams, kStays };
+  void BeginBlock(absl::string_view name, Residency residency = Residency::kStreams) {
+    blocks_.push_back({std::string(name), residency == Residency::kStays});
+  }
 
   // REQUIRES: no tensor of that name was added before.
   Slot Add(absl::string_view name, std::vector<int64_t> shape);
@@ -46,12 +50,16 @@ class ComponentLayout {
 
   const TensorDecl& operator[](Slot slot) const { return tensors_[static_cast<size_t>(slot.index)]; }
   const std::vector<TensorDecl>& tensors() const { return tensors_; }
-  const std::vector<std::string>& block_names() const { return block_names_; }
+  struct Block {
+    std::string name;
+    bool stays;
+  };
+  const std::vector<Block>& blocks() const { return blocks_; }
   int64_t parameter_count() const;
 
  private:
   std::vector<TensorDecl> tensors_;
-  std::vector<std::string> block_names_;
+  std::vector<Block> blocks_;
   absl::flat_hash_map<std::string, int32_t> index_;
 };
 

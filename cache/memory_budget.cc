@@ -1,19 +1,37 @@
-// Invariant: in_use_ + reserved_ equals the bytes of all live Reservations. Only Take, Give and Commit move
-// it; Split and ShrinkTo go through them.
+// Invariant: in_use_ + reserved_ equals the bytes of all live Reservations, and so does the sum of uses_. Only
+// Take, Give and Commit move them; Split and ShrinkTo go through them.
 #include "cache/memory_budget.h"
 
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "cache/error.h"
+#include "cache/fault_injection.h"
 
 namespace latentd {
+
+absl::string_view MemoryUseName(MemoryUse use) {
+  switch (use) {
+    case MemoryUse::kWeights: return "weights";
+    case MemoryUse::kPatches: return "patches";
+    case MemoryUse::kMerged: return "merged";
+    case MemoryUse::kConditioning: return "conditioning";
+    case MemoryUse::kStaging: return "staging";
+    case MemoryUse::kWorking: return "working";
+    case MemoryUse::kImages: return "images";
+  }
+  return "";
+}
+
+// ----------------------------------------------------------------------------------------- Reservation
 
 Reservation& Reservation::operator=(Reservation&& other) noexcept {
   if (this != &other) {
     Release();
     budget_ = std::exchange(other.budget_, nullptr);
     bytes_ = std::exchange(other.bytes_, 0);
+    use_ = other.use_;
     committed_ = std::exchange(other.committed_, false);
     owner_ = std::move(other.owner_);
   }
@@ -22,13 +40,14 @@ Reservation& Reservation::operator=(Reservation&& other) noexcept {
 
 void Reservation::Commit() {
   if (budget_ == nullptr || committed_) return;
-  budget_->Commit(bytes_, owner_);
+  budget_->Commit(bytes_, use_, owner_);
   committed_ = true;
 }
 
-Reservation Reservation::Split(int64_t bytes) {
+Reservation Reservation::Split(int64_t bytes, MemoryUse use) {
   bytes = std::clamp<int64_t>(bytes, 0, bytes_);
-  Reservation part(budget_, bytes, owner_);
+  if (budget_ != nullptr && use != use_) budget_->ChangeUse(bytes, committed_, use_, use);
+  Reservation part(budget_, bytes, use, owner_);
   part.committed_ = committed_;
   bytes_ -= bytes;
   return part;
@@ -39,11 +58,13 @@ void Reservation::ShrinkTo(int64_t bytes) {
 }
 
 void Reservation::Release() {
-  if (budget_ != nullptr) budget_->Give(bytes_, committed_, owner_);
+  if (budget_ != nullptr) budget_->Give(bytes_, use_, committed_, owner_);
   budget_ = nullptr;
   bytes_ = 0;
   committed_ = false;
 }
+
+// ---------------------------------------------------------------------------------------- MemoryBudget
 
 MemoryBudget::MemoryBudget(std::string name, int64_t cap_bytes) : name_(std::move(name)), cap_(cap_bytes) {
   subscription_ = waits_->Subscribe([this] { Wake(); });
@@ -66,87 +87,164 @@ void MemoryBudget::Wake() {
 
 Reservation MemoryBudget::Take(const Request& request) {
   reserved_ += request.bytes;
+  uses_[static_cast<size_t>(request.use)].reserved_bytes += request.bytes;
   peak_ = std::max(peak_, in_use_ + reserved_);
   promised_[request.owner] += request.bytes;
-  return Reservation(this, request.bytes, request.owner);
+  return Reservation(this, request.bytes, request.use, request.owner);
 }
 
-void MemoryBudget::Give(int64_t bytes, bool committed, const std::string& owner) {
+void MemoryBudget::TakeOffPromised(int64_t bytes, const std::string& owner) {
+  auto it = promised_.find(owner);
+  if (it != promised_.end() && (it->second -= bytes) <= 0) promised_.erase(it);
+}
+
+void MemoryBudget::Give(int64_t bytes, MemoryUse use, bool committed, const std::string& owner) {
   MutexLock lock(&mu_);
+  Use& ledger = uses_[static_cast<size_t>(use)];
   if (committed) {
     in_use_ -= bytes;
+    ledger.in_use_bytes -= bytes;
   } else {
     reserved_ -= bytes;
-    auto it = promised_.find(owner);
-    if (it != promised_.end() && (it->second -= bytes) <= 0) promised_.erase(it);
+    ledger.reserved_bytes -= bytes;
+    TakeOffPromised(bytes, owner);
   }
   ++epoch_;
   changed_.SignalAll();
 }
 
-void MemoryBudget::Commit(int64_t bytes, const std::string& owner) {
+void MemoryBudget::Commit(int64_t bytes, MemoryUse use, const std::string& owner) {
   MutexLock lock(&mu_);
+  Use& ledger = uses_[static_cast<size_t>(use)];
   reserved_ -= bytes;
+  ledger.reserved_bytes -= bytes;
   in_use_ += bytes;
-  auto it = promised_.find(owner);
-  if (it != promised_.end() && (it->second -= bytes) <= 0) promised_.erase(it);
+  ledger.in_use_bytes += bytes;
+  TakeOffPromised(bytes, owner);
+}
+
+void MemoryBudget::ChangeUse(int64_t bytes, bool committed, MemoryUse from, MemoryUse to) {
+  MutexLock lock(&mu_);
+  const auto field = committed ? &Use::in_use_bytes : &Use::reserved_bytes;
+  uses_[static_cast<size_t>(from)].*field -= bytes;
+  uses_[static_cast<size_t>(to)].*field += bytes;
+}
+
+void MemoryBudget::AskForeign() {
+  if (!foreign_bytes_of_) return;
+  const int64_t bytes = std::max<int64_t>(0, foreign_bytes_of_());
+  MutexLock lock(&mu_);
+  if (bytes < foreign_) {
+    ++epoch_;
+    changed_.SignalAll();
+  }
+  foreign_ = bytes;
 }
 
 bool MemoryBudget::Stuck(const Reclaimer::Held& held) const {
-  if (waiters_.front() <= cap_ - held.bytes - reserved_) return false;
+  if (waiters_.front() <= Obtainable(held)) return false;
   return std::all_of(held.owners.begin(), held.owners.end(), [&](const auto& o) { return waits_->Waits(o); }) &&
          std::all_of(promised_.begin(), promised_.end(), [&](const auto& p) { return waits_->Waits(p.first); });
 }
 
-absl::Status MemoryBudget::Refuse(absl::StatusCode code, const char* reason, const Request& request,
-                                  int64_t held, const char* why) {
-  ++refused_;
+absl::Status MemoryBudget::Refusal(absl::StatusCode code, const char* reason, const Request& request,
+                                   int64_t held, const std::string& why) const {
+  ErrorDetails details = {{"budget", name_},
+                          {"what", request.what},
+                          {"needed_bytes", absl::StrCat(request.bytes)},
+                          {"held_bytes", absl::StrCat(held)},
+                          {"cap_bytes", absl::StrCat(cap_)}};
+  if (foreign_ > 0) details["foreign_bytes"] = absl::StrCat(foreign_);
   return MakeError(code, reason,
-                   absl::StrCat(request.what, " needs ", request.bytes, " bytes of ", name_, "; ", held,
-                                " of ", cap_, " bytes are held by running work: ", why),
-                   {{"budget", name_},
-                    {"what", request.what},
-                    {"needed_bytes", absl::StrCat(request.bytes)},
-                    {"held_bytes", absl::StrCat(held)},
-                    {"cap_bytes", absl::StrCat(cap_)}});
+                   absl::StrCat(request.what, " needs ", request.bytes, " bytes of ", name_, "; ", held, " of ",
+                                cap_, " bytes are held by running work",
+                                foreign_ > 0 ? absl::StrCat(" and ", foreign_, " by other processes") : "", ": ", why),
+                   details);
+}
+
+absl::StatusOr<Reservation> MemoryBudget::TryReserve(const Request& request) {
+  RETURN_IF_ERROR(MaybeFail(FaultPoint::kReserve, request.what));
+  AskForeign();
+  bool more = reclaimer_ != nullptr;  // may be had from the reclaimer
+  while (true) {
+    int64_t missing = 0;
+    {
+      MutexLock lock(&mu_);
+      if (request.bytes > cap_) {
+        return Refusal(absl::StatusCode::kFailedPrecondition, "MODEL_EXCEEDS_BUDGET", request, 0, "it can never fit");
+      }
+      if (TakesAtOnce(request)) return Take(request);
+      if (!more || !waiters_.empty()) {
+        return Refusal(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", request, in_use_ + reserved_,
+                       "there is no room now; try again later");
+      }
+      missing = request.bytes - Free();
+    }
+    // Evicting what would not suffice helps nobody. What is evicted may not be free yet: somebody can have
+    // kept a pointer to it.
+    more = request.bytes <= ObtainableBytes() && reclaimer_->Reclaim(missing) > 0;
+  }
+}
+
+int64_t MemoryBudget::ObtainableBytes() const {
+  const int64_t held = reclaimer_ == nullptr ? -1 : reclaimer_->HeldBytes().bytes;
+  MutexLock lock(&mu_);
+  return std::max<int64_t>(0, cap_ - foreign_ - reserved_ - (held < 0 ? in_use_ : held));
 }
 
 absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
+  RETURN_IF_ERROR(MaybeFail(FaultPoint::kReserve, request.what));
+  AskForeign();
   {
     MutexLock lock(&mu_);
     if (request.bytes > cap_) {
-      return Refuse(absl::StatusCode::kFailedPrecondition, "MODEL_EXCEEDS_BUDGET", request, 0,
-                    "it can never fit; raise the cap or use a smaller model");
+      ++refused_;
+      return Refusal(absl::StatusCode::kFailedPrecondition, "MODEL_EXCEEDS_BUDGET", request, 0,
+                     "it can never fit; raise the cap or use a smaller model");
     }
-    if (waiters_.empty() && Fits(request.bytes)) return Take(request);
+    if (TakesAtOnce(request)) return Take(request);
   }
   // Both are declared before the lock is taken: their ends need mutexes.
-  const WaitRegistry::Entry entry(waits_, request.owner, /*refusable=*/true);
+  WaitRegistry::Entry entry(waits_, request.owner, absl::StrCat(request.what, " in ", name_), /*refusable=*/true);
   std::stop_callback wake(request.stop, [this] { Wake(); });
 
   MutexLock lock(&mu_);
   const auto me = waiters_.insert(waiters_.end(), request.bytes);
+  bool waited = false;
+  // What comes after the end of the wait is decided before anybody else can look.
   auto leave = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    entry.Over();
     waiters_.erase(me);
     ++epoch_;  // the next one may be first now
     changed_.SignalAll();
+  };
+  auto refuse = [&](absl::StatusCode code, const char* reason, int64_t held,
+                    const std::string& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    leave();
+    ++refused_;
+    return Refusal(code, reason, request, held, why);
   };
 
   while (true) {
     const uint64_t seen = epoch_;
     const bool first = waiters_.begin() == me;
-    if (first && Fits(request.bytes)) {
+    if (first && request.bytes <= Free()) {
       leave();
       return Take(request);
     }
     Reclaimer::Held held;
     if (reclaimer_ != nullptr) {
-      const int64_t missing = request.bytes - (cap_ - in_use_ - reserved_);
       mu_.Unlock();
-      if (first) reclaimer_->Reclaim(missing);
       held = reclaimer_->HeldBytes();
       mu_.Lock();
-      if (first && Fits(request.bytes)) continue;
+      const int64_t missing = request.bytes - Free();
+      // As in TryReserve: nothing goes in vain, and what went may not be free yet.
+      if (first && missing > 0 && request.bytes <= Obtainable(held)) {
+        mu_.Unlock();
+        const bool freed = reclaimer_->Reclaim(missing) > 0;
+        mu_.Lock();
+        if (freed) continue;
+      }
     }
     if (request.stop.stop_requested()) {
       leave();
@@ -157,16 +255,33 @@ absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
     if (entry.newest() && Stuck(held)) {
       const bool others_hold = std::any_of(held.owners.begin(), held.owners.end(),
                                            [&](const std::string& o) { return o != request.owner; });
-      leave();
-      return others_hold ? Refuse(absl::StatusCode::kAborted, "BUDGET_CYCLE", request, in_the_way,
-                                  "all of it by work that waits for memory too; try again")
-                         : Refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", request, in_the_way,
-                                  "nothing else will be given back; use fewer LoRAs or raise the cap");
+      if (!others_hold) {
+        return refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", in_the_way,
+                      "nothing else will be given back; use fewer LoRAs or raise the cap");
+      }
+      const std::string cycle = absl::StrJoin(waits_->List(), "; ");
+      const absl::Status status = refuse(absl::StatusCode::kAborted, "BUDGET_CYCLE", in_the_way,
+                                         "all of it by work that waits for memory too; try again");
+      ErrorDetails details = GetErrorDetails(status);
+      details["cycle"] = cycle;
+      return MakeError(status.code(), "BUDGET_CYCLE", status.message(), details);
     }
-    if (changed_.WaitWithDeadline(&mu_, request.deadline) && epoch_ == seen) {
-      leave();
-      return Refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", request, in_the_way,
+    if (!waited) {
+      waited = true;
+      ++waits_ever_;
+    }
+    // What others do with the memory is not announced: it is asked for now and then.
+    const absl::Time look_again =
+        foreign_bytes_of_ ? std::min(request.deadline, absl::Now() + absl::Milliseconds(200)) : request.deadline;
+    const bool late = changed_.WaitWithDeadline(&mu_, look_again);
+    if (late && epoch_ == seen && absl::Now() >= request.deadline) {
+      return refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", in_the_way,
                     "it was not given back in time; try again later");
+    }
+    if (late && foreign_bytes_of_) {
+      mu_.Unlock();
+      AskForeign();
+      mu_.Lock();
     }
   }
 }
@@ -174,20 +289,28 @@ absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
 void MemoryBudget::NotifyReclaimable() { Wake(); }
 
 void MemoryBudget::set_cap(int64_t cap_bytes) {
-  MutexLock lock(&mu_);
-  cap_ = cap_bytes;
-  ++epoch_;
-  changed_.SignalAll();
+  int64_t over = 0;
+  {
+    MutexLock lock(&mu_);
+    cap_ = cap_bytes;
+    over = -Free();
+    ++epoch_;
+    changed_.SignalAll();
+  }
+  if (over > 0 && reclaimer_ != nullptr) reclaimer_->Reclaim(over);
 }
 
 MemoryBudget::Stats MemoryBudget::stats() const {
   MutexLock lock(&mu_);
   return {.cap_bytes = cap_,
+          .foreign_bytes = foreign_,
           .in_use_bytes = in_use_,
           .reserved_bytes = reserved_,
           .peak_bytes = peak_,
           .waiting = static_cast<int64_t>(waiters_.size()),
-          .refused = refused_};
+          .waits = waits_ever_,
+          .refused = refused_,
+          .uses = uses_};
 }
 
 }  // namespace latentd

@@ -8,17 +8,22 @@
 //
 // (the right side can be exceeded only by lowering the cap).
 //
+// Every promise says what it is for (MemoryUse); Stats keeps the ledger by use.
+//
 // Thread-safe. A Reservation itself belongs to one thread at a time. The budget must outlive its
 // reservations. Lock order: the cache's mutex may be held while calling anything here except Reserve();
 // Reserve() calls the Reclaimer without holding the budget's mutex.
 //
-//   ASSIGN_OR_RETURN(Reservation r, budget.Reserve({.bytes = n, .owner = "session-1", .what = "lora"}));
+//   ASSIGN_OR_RETURN(Reservation r, budget.Reserve({.bytes = n, .use = MemoryUse::kPatches,
+//                                                   .owner = "session-1", .what = "lora dusk"}));
 //   ... allocate and fill n bytes ...
 //   r.Commit();
 #ifndef LATENTD_CACHE_MEMORY_BUDGET_H_
 #define LATENTD_CACHE_MEMORY_BUDGET_H_
 
+#include <array>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <list>
 #include <map>
@@ -30,6 +35,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "cache/mutex.h"
 #include "cache/wait_registry.h"
 #include "absl/time/time.h"
@@ -37,6 +43,19 @@
 namespace latentd {
 
 class MemoryBudget;
+
+// What bytes are for. Of the first four, records of the cache are made; the rest belongs to running work.
+enum class MemoryUse {
+  kWeights,       // components of models
+  kPatches,       // parsed LoRAs
+  kMerged,        // weights with patches merged into them, and what patches add beside weights
+  kConditioning,  // encoded prompts
+  kStaging,       // buffers of copies to a device: rings, pinned memory
+  kWorking,       // activations
+  kImages,        // pictures on their way in and out
+};
+inline constexpr size_t kMemoryUses = 7;
+absl::string_view MemoryUseName(MemoryUse use);  // "weights", "patches", …
 
 // Bytes promised to somebody. Move-only; gives its bytes back when it ends. A default-made one is empty.
 class Reservation {
@@ -50,12 +69,15 @@ class Reservation {
 
   int64_t bytes() const { return bytes_; }
   bool committed() const { return committed_; }
+  MemoryUse use() const { return use_; }
 
   // Turns promised bytes into bytes in use. No-op when committed or empty.
   void Commit();
 
-  // Takes `bytes` off this reservation into one of its own, in the same state. REQUIRES: bytes <= bytes().
-  Reservation Split(int64_t bytes);
+  // Takes `bytes` off this reservation into one of its own, in the same state, for the same use or another.
+  // REQUIRES: bytes <= bytes().
+  Reservation Split(int64_t bytes) { return Split(bytes, use_); }
+  Reservation Split(int64_t bytes, MemoryUse use);
 
   // Gives back what goes beyond `bytes`. Never grows.
   void ShrinkTo(int64_t bytes);
@@ -64,11 +86,12 @@ class Reservation {
 
  private:
   friend class MemoryBudget;
-  Reservation(MemoryBudget* budget, int64_t bytes, std::string owner)
-      : budget_(budget), bytes_(bytes), owner_(std::move(owner)) {}
+  Reservation(MemoryBudget* budget, int64_t bytes, MemoryUse use, std::string owner)
+      : budget_(budget), bytes_(bytes), use_(use), owner_(std::move(owner)) {}
 
   MemoryBudget* budget_ = nullptr;
   int64_t bytes_ = 0;
+  MemoryUse use_ = MemoryUse::kWorking;
   bool committed_ = false;
   std::string owner_;
 };
@@ -95,19 +118,30 @@ class MemoryBudget {
 
   struct Request {
     int64_t bytes = 0;
+    MemoryUse use = MemoryUse::kWorking;
     std::string owner = {};  // who will hold the bytes: a session or job name; decides who waits for whom
     std::string what = {};   // what they are for, for the error message
     absl::Time deadline = absl::InfiniteFuture();
     std::stop_token stop = {};
   };
 
+  struct Use {
+    int64_t in_use_bytes = 0;
+    int64_t reserved_bytes = 0;
+  };
+
   struct Stats {
     int64_t cap_bytes = 0;
+    int64_t foreign_bytes = 0;  // taken by others than this process, as far as known; lowers what there is
     int64_t in_use_bytes = 0;
     int64_t reserved_bytes = 0;
     int64_t peak_bytes = 0;  // high-water mark of in use + reserved
-    int64_t waiting = 0;     // requests that wait for room
+    int64_t waiting = 0;     // requests that wait for room, now
+    int64_t waits = 0;       // requests that had to wait, ever
     int64_t refused = 0;     // requests that were refused, ever
+    std::array<Use, kMemoryUses> uses;  // by MemoryUse; they add up to the two sums above
+
+    const Use& use(MemoryUse u) const { return uses[static_cast<size_t>(u)]; }
   };
 
   // `name` appears in errors ("ram", "sim:0").
@@ -127,15 +161,28 @@ class MemoryBudget {
   //   FAILED_PRECONDITION MODEL_EXCEEDS_BUDGET   more than the cap: could never fit
   //   RESOURCE_EXHAUSTED  BUDGET_EXHAUSTED       nobody but the caller holds what is in the way, or the
   //                                              deadline came; details: needed, held, cap
-  //   ABORTED             BUDGET_CYCLE           all holders wait, and this request is the newest of all
+  //   ABORTED             BUDGET_CYCLE           all holders wait, and this request is the newest of all;
+  //                                              detail "cycle" says who waits for what
   //   CANCELLED           CANCELLED              `stop` was requested
   absl::StatusOr<Reservation> Reserve(const Request& request);
+
+  // The same without waiting: makes room, and overtakes nobody who waits. Errors: MODEL_EXCEEDS_BUDGET and
+  // BUDGET_EXHAUSTED as above. Not counted as refused: the caller has another way.
+  absl::StatusOr<Reservation> TryReserve(const Request& request);
+
+  // What a TryReserve could get now: the cap less what is promised and what somebody holds.
+  int64_t ObtainableBytes() const;
 
   // Lets waiting requests look again. The cache calls it when a record becomes evictable.
   void NotifyReclaimable();
 
-  // Live change. Lowering it below what is in use evicts nothing by itself; later requests wait or fail.
+  // Live change. Lowering it makes room as far as that can be done at once; what runs keeps what it has, and
+  // later requests wait or fail.
   void set_cap(int64_t cap_bytes);
+
+  // Says how many bytes others than this process take of the same memory (a device's driver knows). Asked
+  // before a request is looked at. Set once, before the first Reserve().
+  void set_foreign(std::function<int64_t()> foreign) { foreign_bytes_of_ = std::move(foreign); }
 
   Stats stats() const;
   const std::string& name() const { return name_; }
@@ -143,32 +190,46 @@ class MemoryBudget {
  private:
   friend class Reservation;
 
-  bool Fits(int64_t bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return bytes <= cap_ - in_use_ - reserved_;
+  // Bytes that are neither promised nor in use; below 0 after the cap was lowered.
+  int64_t Free() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return cap_ - foreign_ - in_use_ - reserved_; }
+  // What is left when everything that nobody holds is gone.
+  int64_t Obtainable(const Reclaimer::Held& held) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return cap_ - foreign_ - reserved_ - held.bytes;
   }
+  // Nothing (0 bytes) waits for nobody.
+  bool TakesAtOnce(const Request& request) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return request.bytes == 0 || (waiters_.empty() && request.bytes <= Free());
+  }
+  void AskForeign();
   Reservation Take(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // True when the first waiter cannot be served and everybody who holds bytes is waiting too, so that no wait
   // can end by itself.
   bool Stuck(const Reclaimer::Held& held) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  absl::Status Refuse(absl::StatusCode code, const char* reason, const Request& request, int64_t held,
-                      const char* why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status Refusal(absl::StatusCode code, const char* reason, const Request& request, int64_t held,
+                       const std::string& why) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   void Wake();
-  void Give(int64_t bytes, bool committed, const std::string& owner);
-  void Commit(int64_t bytes, const std::string& owner);
+  void ChangeUse(int64_t bytes, bool committed, MemoryUse from, MemoryUse to);
+  void Give(int64_t bytes, MemoryUse use, bool committed, const std::string& owner);
+  void Commit(int64_t bytes, MemoryUse use, const std::string& owner);
+  void TakeOffPromised(int64_t bytes, const std::string& owner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const std::string name_;
   Reclaimer* reclaimer_ = nullptr;
+  std::function<int64_t()> foreign_bytes_of_;
   std::shared_ptr<WaitRegistry> waits_ = std::make_shared<WaitRegistry>();
   uint64_t subscription_ = 0;
 
   mutable Mutex mu_;
   CondVar changed_;
   int64_t cap_ ABSL_GUARDED_BY(mu_);
+  int64_t foreign_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t in_use_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t reserved_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t peak_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t waits_ever_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t refused_ ABSL_GUARDED_BY(mu_) = 0;
+  std::array<Use, kMemoryUses> uses_ ABSL_GUARDED_BY(mu_);
   uint64_t epoch_ ABSL_GUARDED_BY(mu_) = 0;  // moves whenever a waiter may have become able to go on
   std::list<int64_t> waiters_ ABSL_GUARDED_BY(mu_);  // bytes they wait for, oldest first
   std::map<std::string, int64_t> promised_ ABSL_GUARDED_BY(mu_);  // uncommitted bytes by owner

@@ -1,10 +1,14 @@
 #include "cache/memory_budget.h"
 
 #include <atomic>
+#include <set>
 #include <thread>
 
+#include "absl/strings/match.h"
 #include "absl/time/clock.h"
+#include "cache/cache_test_util.h"
 #include "cache/error.h"
+#include "cache/fault_injection.h"
 #include "gtest/gtest.h"
 
 namespace latentd {
@@ -18,9 +22,15 @@ class FakeReclaimer : public Reclaimer {
     int64_t freed = 0;
     while (!evictable.empty() && freed < bytes) {
       freed += evictable.back().bytes();
+      if (keep_next) kept.push_back(std::move(evictable.back()));
+      keep_next = false;
       evictable.pop_back();
     }
     return freed;
+  }
+  void MayEvict(Reservation r) {
+    r.Commit();
+    evictable.push_back(std::move(r));
   }
   Held HeldBytes() const override {
     MutexLock lock(&mu);
@@ -28,6 +38,8 @@ class FakeReclaimer : public Reclaimer {
   }
   mutable Mutex mu;
   std::vector<Reservation> evictable;
+  bool keep_next = false;  // the next one that is evicted goes to `kept`, as if somebody had a pointer to it
+  std::vector<Reservation> kept;
   Held held;
 };
 
@@ -73,7 +85,7 @@ TEST(MemoryBudget, RoomIsMadeByEvictingWhatNobodyHolds) {
   FakeReclaimer reclaimer;
   RamBudget budget(100);
   budget.set_reclaimer(&reclaimer);
-  reclaimer.evictable.push_back(*budget.Reserve(Ask(90)));
+  reclaimer.MayEvict(*budget.Reserve(Ask(90)));
   auto r = budget.Reserve(Ask(50));
   ASSERT_TRUE(r.ok()) << r.status();
   EXPECT_EQ(budget.stats().reserved_bytes, 50);
@@ -98,7 +110,7 @@ TEST(MemoryBudget, AWaiterGetsWhatAnotherGivesBack) {
   RamBudget budget(100);
   Reservation first = *budget.Reserve(Ask(80, "a"));
   std::thread waiter([&] { EXPECT_TRUE(budget.Reserve(Ask(50, "b")).ok()); });
-  while (budget.stats().waiting == 0) absl::SleepFor(absl::Milliseconds(1));
+  WaitUntil([&] { return budget.stats().waiting == 1; });
   first.Release();
   waiter.join();
 }
@@ -109,15 +121,17 @@ TEST(MemoryBudget, WaitersAreServedInOrder) {
   std::atomic<int> turn = 0;
   int big_turn = 0, small_turn = 0;
   std::thread big([&] {
-    Reservation r = *budget.Reserve(Ask(90, "big"));
+    auto r = budget.Reserve(Ask(90, "big"));
+    EXPECT_TRUE(r.ok()) << r.status();
     big_turn = ++turn;
   });
-  while (budget.stats().waiting < 1) absl::SleepFor(absl::Milliseconds(1));
+  WaitUntil([&] { return budget.stats().waiting == 1; });
   std::thread small([&] {
-    Reservation r = *budget.Reserve(Ask(20, "small"));
+    auto r = budget.Reserve(Ask(20, "small"));
+    EXPECT_TRUE(r.ok()) << r.status();
     small_turn = ++turn;
   });
-  while (budget.stats().waiting < 2) absl::SleepFor(absl::Milliseconds(1));
+  WaitUntil([&] { return budget.stats().waiting == 2; });
   all.ShrinkTo(70);  // enough for the small one, which has to wait for its turn all the same
   absl::SleepFor(absl::Milliseconds(20));
   EXPECT_EQ(turn, 0);
@@ -144,7 +158,7 @@ TEST(MemoryBudget, AStopEndsAWait) {
   auto request = Ask(50, "b");
   request.stop = stop.get_token();
   std::thread waiter([&] { EXPECT_TRUE(absl::IsCancelled(budget.Reserve(request).status())); });
-  while (budget.stats().waiting == 0) absl::SleepFor(absl::Milliseconds(1));
+  WaitUntil([&] { return budget.stats().waiting == 1; });
   stop.request_stop();
   waiter.join();
 }
@@ -159,10 +173,12 @@ TEST(MemoryBudget, WhenAllHoldersWaitTheNewestIsRefusedAndTheRestGoesOn) {
   b.Commit();
   reclaimer.held = {100, {"a", "b"}};
   std::thread older([&] { EXPECT_TRUE(budget.Reserve(Ask(30, "a")).ok()); });
-  while (budget.stats().waiting == 0) absl::SleepFor(absl::Milliseconds(1));
+  WaitUntil([&] { return budget.stats().waiting == 1; });
   auto newer = budget.Reserve(Ask(30, "b"));
   EXPECT_EQ(newer.status().code(), absl::StatusCode::kAborted);
   EXPECT_EQ(ErrorReason(newer.status()), "BUDGET_CYCLE");
+  EXPECT_EQ(GetErrorDetails(newer.status()).at("cycle"), "a waits for test in ram; b waits for test in ram");
+  EXPECT_EQ(GetErrorDetails(newer.status()).at("held_bytes"), "100");
   {
     MutexLock lock(&reclaimer.mu);
     reclaimer.held = {50, {"a"}};
@@ -175,9 +191,243 @@ TEST(MemoryBudget, RaisingTheCapLetsWaitersIn) {
   RamBudget budget(100);
   Reservation r = *budget.Reserve(Ask(80, "a"));
   std::thread waiter([&] { EXPECT_TRUE(budget.Reserve(Ask(50, "b")).ok()); });
-  while (budget.stats().waiting == 0) absl::SleepFor(absl::Milliseconds(1));
+  WaitUntil([&] { return budget.stats().waiting == 1; });
   budget.set_cap(200);
   waiter.join();
+}
+
+// Whoever was just served holds bytes and goes on: nobody may take it for one that waits, not even in the moment
+// before its thread runs, and refuse another for that.
+TEST(MemoryBudget, AServedWaiterIsNeverTakenForOneThatWaits) {
+  constexpr int kThreads = 4;
+  const int rounds = kSanitized ? 2000 : 20000;
+  RamBudget budget(100);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < rounds; ++i) {
+        auto r = budget.Reserve(Ask(60, absl::StrCat("owner-", t)));
+        ASSERT_TRUE(r.ok()) << r.status();  // nobody waits with bytes in hand, so nobody is to be refused
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(budget.stats().refused, 0);
+  EXPECT_GT(budget.stats().waits, 0);
+}
+
+TEST(MemoryBudget, AReservationMovesItsBytesAndNeverDoublesThem) {
+  RamBudget budget(100);
+  Reservation a = *budget.Reserve(Ask(30));
+  Reservation b = *budget.Reserve(Ask(40));
+  a.Commit();
+  a.Commit();
+  EXPECT_EQ(budget.stats().in_use_bytes, 30);
+  b = std::move(a);  // what b had is given back
+  EXPECT_EQ(budget.stats().reserved_bytes, 0);
+  EXPECT_EQ(b.bytes(), 30);
+  EXPECT_TRUE(b.committed());
+  EXPECT_EQ(a.bytes(), 0);
+  a.Commit();
+  a.Release();
+  Reservation& same = b;
+  b = std::move(same);
+  EXPECT_EQ(b.bytes(), 30);
+  b.ShrinkTo(50);  // never grows
+  EXPECT_EQ(b.bytes(), 30);
+  EXPECT_EQ(b.Split(99).bytes(), 30);
+  EXPECT_EQ(budget.stats().in_use_bytes, 0);
+}
+
+TEST(MemoryBudget, TheLedgerSaysWhatBytesAreForAndAddsUp) {
+  RamBudget budget(1000);
+  std::vector<Reservation> all;
+  for (size_t use = 0; use < kMemoryUses; ++use) {
+    auto request = Ask(static_cast<int64_t>(10 * (use + 1)));
+    request.use = static_cast<MemoryUse>(use);
+    all.push_back(*budget.Reserve(request));
+    EXPECT_EQ(all.back().use(), request.use);
+    if (use % 2 == 0) all.back().Commit();
+  }
+  all.push_back(all[0].Split(4, MemoryUse::kStaging));  // in use
+  all.push_back(all[1].Split(5, MemoryUse::kStaging));  // reserved
+  const auto stats = budget.stats();
+  EXPECT_EQ(stats.use(MemoryUse::kWeights).in_use_bytes, 6);
+  EXPECT_EQ(stats.use(MemoryUse::kPatches).reserved_bytes, 15);
+  EXPECT_EQ(stats.use(MemoryUse::kStaging).in_use_bytes, 50 + 4);
+  EXPECT_EQ(stats.use(MemoryUse::kStaging).reserved_bytes, 5);
+  int64_t in_use = 0, reserved = 0;
+  for (const auto& use : stats.uses) {
+    in_use += use.in_use_bytes;
+    reserved += use.reserved_bytes;
+  }
+  EXPECT_EQ(in_use, stats.in_use_bytes);
+  EXPECT_EQ(reserved, stats.reserved_bytes);
+  EXPECT_EQ(in_use + reserved, 10 + 20 + 30 + 40 + 50 + 60 + 70);
+  all.clear();
+  for (const auto& use : budget.stats().uses) {
+    EXPECT_EQ(use.in_use_bytes, 0);
+    EXPECT_EQ(use.reserved_bytes, 0);
+  }
+}
+
+TEST(MemoryBudget, EveryUseHasAName) {
+  std::set<absl::string_view> names;
+  for (size_t use = 0; use < kMemoryUses; ++use) names.insert(MemoryUseName(static_cast<MemoryUse>(use)));
+  EXPECT_EQ(names.size(), kMemoryUses);
+  EXPECT_EQ(names.count(""), 0u);
+  EXPECT_EQ(MemoryUseName(static_cast<MemoryUse>(99)), "");
+}
+
+TEST(MemoryBudget, TryReserveMakesRoomButNeverWaits) {
+  FakeReclaimer reclaimer;
+  RamBudget budget(100);
+  budget.set_reclaimer(&reclaimer);
+  reclaimer.MayEvict(*budget.Reserve(Ask(40)));
+  Reservation held = *budget.Reserve(Ask(50));
+  held.Commit();
+  reclaimer.held = {50, {"a"}};
+  EXPECT_EQ(budget.ObtainableBytes(), 50);
+  EXPECT_EQ(ErrorReason(budget.TryReserve(Ask(51)).status()), "BUDGET_EXHAUSTED");
+  EXPECT_EQ(reclaimer.evictable.size(), 1u);  // it would not have sufficed
+  EXPECT_TRUE(budget.TryReserve(Ask(50)).ok());
+  EXPECT_TRUE(reclaimer.evictable.empty());
+  EXPECT_EQ(ErrorReason(budget.TryReserve(Ask(101)).status()), "MODEL_EXCEEDS_BUDGET");
+  EXPECT_EQ(budget.stats().refused, 0);  // the caller has another way
+  EXPECT_EQ(budget.stats().waits, 0);
+}
+
+TEST(MemoryBudget, WithoutAReclaimerOnlyWhatIsFreeCanBeHad) {
+  RamBudget budget(100);
+  Reservation r = *budget.Reserve(Ask(60));
+  r.Commit();
+  EXPECT_EQ(budget.ObtainableBytes(), 40);
+  EXPECT_EQ(ErrorReason(budget.TryReserve(Ask(41)).status()), "BUDGET_EXHAUSTED");
+  EXPECT_TRUE(budget.TryReserve(Ask(40)).ok());
+}
+
+TEST(MemoryBudget, TryReserveOvertakesNobodyWhoWaits) {
+  RamBudget budget(100);
+  Reservation all = *budget.Reserve(Ask(90, "holder"));
+  std::thread waiter([&] { EXPECT_TRUE(budget.Reserve(Ask(80, "waiter")).ok()); });
+  WaitUntil([&] { return budget.stats().waiting == 1; });
+  EXPECT_EQ(ErrorReason(budget.TryReserve(Ask(5)).status()), "BUDGET_EXHAUSTED");
+  EXPECT_TRUE(budget.TryReserve(Ask(0)).ok());  // nothing is always there
+  EXPECT_TRUE(budget.Reserve(Ask(0)).ok());
+  all.Release();
+  waiter.join();
+  EXPECT_TRUE(budget.TryReserve(Ask(5)).ok());
+}
+
+TEST(MemoryBudget, NothingIsEvictedInVain) {
+  FakeReclaimer reclaimer;
+  RamBudget budget(100);
+  budget.set_reclaimer(&reclaimer);
+  reclaimer.MayEvict(*budget.Reserve(Ask(40)));
+  Reservation held = *budget.Reserve(Ask(50));
+  held.Commit();
+  reclaimer.held = {50, {"a"}};
+  EXPECT_EQ(ErrorReason(budget.Reserve(Ask(60, "a")).status()), "BUDGET_EXHAUSTED");
+  EXPECT_EQ(reclaimer.evictable.size(), 1u);
+}
+
+TEST(MemoryBudget, WhatWasEvictedAndIsNotFreeYetDoesNotEndTheSearch) {
+  for (bool wait : {true, false}) {
+    FakeReclaimer reclaimer;
+    RamBudget budget(100);
+    budget.set_reclaimer(&reclaimer);
+    reclaimer.MayEvict(*budget.Reserve(Ask(50)));
+    reclaimer.MayEvict(*budget.Reserve(Ask(50)));
+    reclaimer.keep_next = true;
+    EXPECT_TRUE((wait ? budget.Reserve(Ask(50)) : budget.TryReserve(Ask(50))).ok());
+    EXPECT_EQ(reclaimer.kept.size(), 1u);
+    EXPECT_TRUE(reclaimer.evictable.empty());
+  }
+}
+
+TEST(MemoryBudget, LoweringTheCapMakesRoomAndLeavesWhatRuns) {
+  FakeReclaimer reclaimer;
+  RamBudget budget(100);
+  budget.set_reclaimer(&reclaimer);
+  reclaimer.MayEvict(*budget.Reserve(Ask(30)));
+  Reservation running = *budget.Reserve(Ask(60));
+  running.Commit();
+  reclaimer.held = {60, {"a"}};
+  budget.set_cap(95);
+  EXPECT_EQ(reclaimer.evictable.size(), 1u);  // they fit still
+  budget.set_cap(50);
+  EXPECT_TRUE(reclaimer.evictable.empty());
+  EXPECT_EQ(budget.stats().in_use_bytes, 60);
+  EXPECT_EQ(ErrorReason(budget.TryReserve(Ask(1)).status()), "BUDGET_EXHAUSTED");
+  EXPECT_EQ(ErrorReason(budget.Reserve(Ask(51)).status()), "MODEL_EXCEEDS_BUDGET");
+  EXPECT_EQ(budget.ObtainableBytes(), 0);
+  running.Release();
+  EXPECT_TRUE(budget.TryReserve(Ask(50)).ok());
+}
+
+TEST(MemoryBudget, WhatOthersTakeIsNotThere) {
+  RamBudget budget(100);
+  std::atomic<int64_t> foreign = 0;
+  budget.set_foreign([&] { return foreign.load(); });
+  Reservation first = *budget.Reserve(Ask(40, "a"));
+  foreign = 30;
+  auto refused = budget.TryReserve(Ask(31, "b"));
+  EXPECT_EQ(ErrorReason(refused.status()), "BUDGET_EXHAUSTED");
+  EXPECT_EQ(GetErrorDetails(refused.status()).at("foreign_bytes"), "30");
+  EXPECT_TRUE(absl::StrContains(refused.status().message(), "30 by other processes"));
+  EXPECT_EQ(budget.stats().foreign_bytes, 30);
+  EXPECT_EQ(budget.ObtainableBytes(), 30);
+  EXPECT_TRUE(budget.TryReserve(Ask(30, "b")).ok());
+  foreign = -5;  // a driver that says nonsense
+  EXPECT_TRUE(budget.TryReserve(Ask(60, "b")).ok());
+  EXPECT_EQ(budget.stats().foreign_bytes, 0);
+}
+
+TEST(MemoryBudget, WhatOthersGiveBackIsFoundWithoutBeingTold) {
+  RamBudget budget(100);
+  std::atomic<int64_t> foreign = 50;
+  budget.set_foreign([&] { return foreign.load(); });
+  Reservation running = *budget.Reserve(Ask(10, "a"));  // so that the wait is not hopeless
+  std::thread waiter([&] { EXPECT_TRUE(budget.Reserve(Ask(60, "b")).ok()); });
+  WaitUntil([&] { return budget.stats().waiting == 1; });
+  foreign = 0;
+  waiter.join();
+}
+
+TEST(MemoryBudget, ACycleIsSeenOverAllBudgetsThatBelongTogether) {
+  FakeReclaimer of_ram, of_device;
+  RamBudget ram(100);
+  DeviceBudget device("sim:0", 100);
+  ram.set_reclaimer(&of_ram);
+  device.set_reclaimer(&of_device);
+  device.ShareWaits(ram);
+  Reservation a = *ram.Reserve(Ask(100, "a"));
+  Reservation b = *device.Reserve(Ask(100, "b"));
+  a.Commit();
+  b.Commit();
+  of_ram.held = {100, {"a"}};
+  of_device.held = {100, {"b"}};
+  std::thread older([&] { EXPECT_TRUE(device.Reserve(Ask(10, "a")).ok()); });
+  WaitUntil([&] { return device.stats().waiting == 1; });
+  auto newer = ram.Reserve(Ask(10, "b"));
+  EXPECT_EQ(ErrorReason(newer.status()), "BUDGET_CYCLE");
+  EXPECT_EQ(GetErrorDetails(newer.status()).at("cycle"), "a waits for test in sim:0; b waits for test in ram");
+  {
+    MutexLock lock(&of_device.mu);
+    of_device.held = {};
+  }
+  b.Release();
+  older.join();
+}
+
+TEST(MemoryBudget, APromiseCanBeMadeToFail) {
+  RamBudget budget(100);
+  FaultInjector::Arm(FaultPoint::kReserve, 1);
+  EXPECT_EQ(ErrorReason(budget.Reserve(Ask(1)).status()), "BUDGET_EXHAUSTED");
+  FaultInjector::Arm(FaultPoint::kReserve, 1);
+  EXPECT_EQ(ErrorReason(budget.TryReserve(Ask(1)).status()), "BUDGET_EXHAUSTED");
+  EXPECT_TRUE(FaultInjector::Disarm());
+  EXPECT_TRUE(budget.TryReserve(Ask(1)).ok());
 }
 
 }  // namespace

@@ -1,64 +1,72 @@
 // Invariants, under mu_:
-//  * a record is in index_ and lru_, or in stale_, or in neither (gone); never in two of these;
+//  * a record is in index_, or in stale_, or in neither (gone); never in both;
 //  * a record outside of index_ with holders is in stale_, and leaves it with its last holder;
-//  * a record's Reservation lives exactly as long as the record, so the budget counts it until nobody can
-//    reach it any more. Records are let go outside of the mutex: freeing memory takes time.
+//  * a record that is gone and whose memory is not yet free is counted in leaving_.
+// Records are let go outside of the mutex: freeing memory takes time.
 #include "cache/model_cache.h"
 
 #include <algorithm>
-#include <optional>
+#include <atomic>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cache/cache_record.h"
 #include "cache/error.h"
 
 namespace latentd {
 
-// A record's copy on a device that does not use host memory.
-struct Residency {
-  Reservation reservation;  // before `copy`: the bytes are given back after they are free
-  std::shared_ptr<const Resource> copy;
-  int64_t locks = 0;
-  uint64_t last_used = 0;
-  bool moving_in = false;  // being copied; whoever else wants it waits
-};
-
-struct CacheRecord {
-  ModelKey key;
-  std::string kind;
-  Reservation reservation;  // before `resource`: the bytes are given back after they are free
-  std::shared_ptr<const Resource> resource;
-
-  // The rest is guarded by ModelCache::mu_.
-  std::multiset<std::string> holders;  // one entry per lock
-  std::map<Device*, Residency> residency;
-  std::list<std::shared_ptr<CacheRecord>>::iterator lru;
-  bool indexed = false;
-
-  int64_t bytes() const { return resource->bytes(); }
-};
+absl::string_view EvictReasonName(EvictReason reason) {
+  switch (reason) {
+    case EvictReason::kRoom: return "room";
+    case EvictReason::kTrim: return "trim";
+    case EvictReason::kDrop: return "drop";
+    case EvictReason::kKeepAlive: return "keep_alive";
+  }
+  return "";
+}
 
 // One load in progress; whoever wants its key waits here.
 struct ModelCache::Loading {
-  std::atomic<int> wanted{0};  // callers that still want the result
-  bool done = false;           // guarded by mu_
-  absl::Status status;         // guarded by mu_
+  std::atomic<int> wanted{0};   // callers that still want the result
+  bool done = false;            // guarded by mu_
+  absl::Status status;          // guarded by mu_
+  bool others_try = false;      // guarded by mu_: the error is about the caller who loaded, not about the key
   bool drop_when_done = false;  // guarded by mu_: the key was dropped meanwhile
-  RecordPtr record;            // guarded by mu_
+  RecordPtr record;             // guarded by mu_
+  Waiting waiting;              // guarded by mu_
   std::map<int, std::function<void(int64_t, int64_t)>> listeners;  // guarded by listeners_mu
   Mutex listeners_mu;
   int next_listener = 0;
 };
 
-class ModelCache::DeviceReclaimer : public Reclaimer {
- public:
-  DeviceReclaimer(ModelCache* cache, Device* device) : cache_(cache), device_(device) {}
-  int64_t Reclaim(int64_t bytes) override { return cache_->ReclaimDevice(device_, bytes); }
-  Held HeldBytes() const override { return cache_->HeldOnDevice(device_); }
+namespace {
 
- private:
-  ModelCache* const cache_;
-  Device* const device_;
-};
+constexpr size_t kRecentEvictions = 64;
+
+// Loaders do not throw. Should one all the same, those who wait for it must hear of it.
+absl::StatusOr<std::shared_ptr<const Resource>> LoadWithoutThrowing(const Loader& loader, const LoadContext& context) {
+  try {
+    return loader.load(context);
+  } catch (const std::bad_alloc&) {
+    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+                     absl::StrCat("there was no memory to load a ", loader.kind));
+  } catch (const std::exception& e) {
+    // LibTorch says so in words.
+    const absl::string_view text = e.what();
+    if (absl::StrContains(text, "DefaultCPUAllocator")) {
+      return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+                       absl::StrCat("there was no memory to load a ", loader.kind));
+    }
+    return MakeError(absl::StatusCode::kInternal, "LOAD_FAILED",
+                     absl::StrCat("loading a ", loader.kind, " failed: ", text.substr(0, text.find('\n'))));
+  }
+}
+
+absl::Status ShuttingDown() {
+  return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
+}
+
+}  // namespace
 
 // ---------------------------------------------------------------------------------------------- handles
 
@@ -89,78 +97,239 @@ void LockHandle::Release() {
   cache_ = nullptr;
 }
 
-DeviceLock& DeviceLock::operator=(DeviceLock&& other) noexcept {
-  if (this != &other) {
-    Release();
-    handle_ = std::move(other.handle_);
-    device_ = std::exchange(other.device_, nullptr);
-    resource_ = std::move(other.resource_);
-    working_ = std::move(other.working_);
-  }
-  return *this;
+// ------------------------------------------------------------------------------------------------ records
+
+ModelCache::RecordPtr ModelCache::NewRecord(const ModelKey& key, const std::string& kind, MemoryUse use,
+                                            std::shared_ptr<const Resource> resource, Reservation memory,
+                                            double seconds) {
+  auto accounted = std::make_shared<Accounted>();
+  accounted->leaving = leaving_;
+  accounted->memory = std::move(memory);
+  accounted->resource = std::move(resource);
+  auto record = std::make_shared<CacheRecord>();
+  record->key = key;
+  record->kind = kind;
+  record->use = use;
+  record->bytes = accounted->resource->bytes();
+  record->load_seconds = seconds;
+  record->resource = Accounted::Pointer(accounted);
+  record->accounted = accounted;
+  return record;
 }
 
-void DeviceLock::Release() {
-  if (device_ == nullptr) return;
-  working_.Release();
-  resource_ = nullptr;
-  if (!device_->uses_host_memory()) handle_.cache_->UnlockDevice(handle_.record_, device_);
-  device_ = nullptr;
-  handle_.Release();
-}
-
-// ------------------------------------------------------------------------------------------------ cache
-
-ModelCache::ModelCache(RamBudget* ram, std::vector<Device*> devices)
-    : ram_(ram), devices_(std::move(devices)) {
-  ram_->set_reclaimer(this);
-  for (Device* device : devices_) {
-    if (device->uses_host_memory()) continue;
-    device_reclaimers_.push_back(std::make_unique<DeviceReclaimer>(this, device));
-    device->budget().set_reclaimer(device_reclaimers_.back().get());
-    device->budget().ShareWaits(*ram_);
-  }
-}
-
-ModelCache::~ModelCache() {
-  Trim(MemoryBudget::kUnlimited);
-  ram_->set_reclaimer(nullptr);
-  for (Device* device : devices_) {
-    if (!device->uses_host_memory()) device->budget().set_reclaimer(nullptr);
-  }
+void ModelCache::Index(const RecordPtr& record) {
+  record->indexed = true;
+  index_.emplace(record->key, record);
 }
 
 LockHandle ModelCache::AddLock(const RecordPtr& record, const std::string& owner) {
-  record->holders.insert(owner);
-  if (record->indexed) lru_.splice(lru_.end(), lru_, record->lru);
+  record->holders.Add(owner);
+  order_.Use(record->worth, record->cost());
   return LockHandle(this, record, owner);
 }
 
 void ModelCache::Unlock(RecordPtr record, const std::string& owner) {
-  bool reclaimable = false;
+  bool free = false;
   {
     MutexLock lock(&mu_);
-    record->holders.erase(record->holders.find(owner));
+    record->holders.Remove(owner);
     if (record->holders.empty()) {
-      reclaimable = true;
-      if (!record->indexed) stale_.erase(record);
-      changed_.SignalAll();
+      free = true;
+      record->last_used = clock_();
+      order_.Use(record->worth, record->cost());  // it was in use until now
+      if (!record->indexed && stale_.erase(record) != 0) {
+        auto accounted = record->accounted.lock();
+        MutexLock leaving(&leaving_->mu);
+        accounted->left = true;
+        leaving_->bytes += record->bytes;
+      }
+      if (shutting_down_) changed_.SignalAll();
     }
   }
   record = nullptr;  // frees a stale record
-  if (reclaimable) ram_->NotifyReclaimable();
+  if (free) ram_->NotifyReclaimable();
 }
 
-void ModelCache::UnlockDevice(const RecordPtr& record, Device* device) {
+void ModelCache::Evict(const RecordPtr& record, EvictReason reason) {
+  record->indexed = false;
+  index_.erase(record->key);
+  // What goes for another reason than its place in the order says nothing about the worth of the rest.
+  if (reason == EvictReason::kRoom || reason == EvictReason::kTrim) order_.Evict(record->worth);
+  ++counters_.evictions[static_cast<size_t>(reason)];
+  recent_.push_back({record->key, record->bytes, reason, clock_()});
+  if (recent_.size() > kRecentEvictions) recent_.pop_front();
+  if (!record->holders.empty()) {
+    stale_.insert(record);
+    return;
+  }
+  auto accounted = record->accounted.lock();
+  MutexLock leaving(&leaving_->mu);
+  accounted->left = true;
+  leaving_->bytes += record->bytes;
+}
+
+std::vector<ModelCache::RecordPtr> ModelCache::Victims(int64_t bytes) const {
+  std::vector<RecordPtr> unlocked;
+  for (const auto& [key, record] : index_) {
+    if (record->holders.empty()) unlocked.push_back(record);
+  }
+  std::sort(unlocked.begin(), unlocked.end(),
+            [](const RecordPtr& a, const RecordPtr& b) { return a->worth < b->worth; });
+  int64_t freed = 0;
+  size_t n = 0;
+  while (n < unlocked.size() && freed < bytes) freed += unlocked[n++]->bytes;
+  unlocked.resize(n);
+  return unlocked;
+}
+
+int64_t ModelCache::EvictUnlocked(int64_t bytes, EvictReason reason) {
+  int64_t freed = 0;
+  std::vector<RecordPtr> gone;
   {
     MutexLock lock(&mu_);
-    --record->residency[device].locks;
+    gone = Victims(bytes);
+    for (const RecordPtr& record : gone) {
+      freed += record->bytes;
+      Evict(record, reason);
+    }
   }
-  device->budget().NotifyReclaimable();
+  return freed;
+}
+
+int64_t ModelCache::Reclaim(int64_t bytes) { return bytes <= 0 ? 0 : EvictUnlocked(bytes, EvictReason::kRoom); }
+
+int64_t ModelCache::Trim(int64_t bytes) { return EvictUnlocked(bytes, EvictReason::kTrim); }
+
+int64_t ModelCache::EvictUnusedSince(absl::Time time) {
+  int64_t freed = 0;
+  std::vector<RecordPtr> gone;
+  MutexLock lock(&mu_);
+  for (const auto& [key, record] : index_) {
+    if (record->holders.empty() && record->last_used <= time) gone.push_back(record);
+  }
+  for (const RecordPtr& record : gone) {
+    freed += record->bytes;
+    Evict(record, EvictReason::kKeepAlive);
+  }
+  return freed;
+}
+
+std::vector<RecordStats> ModelCache::WouldEvict(int64_t bytes) const {
+  MutexLock lock(&mu_);
+  std::vector<RecordStats> result;
+  if (bytes <= 0) return result;
+  int64_t freed = 0;
+  for (const RecordPtr& record : Victims(bytes)) {
+    freed += record->bytes;
+    result.push_back(Describe(*record, /*stale=*/false));
+  }
+  if (freed < bytes) result.clear();
+  return result;
+}
+
+Reclaimer::Held ModelCache::HeldBytes() const {
+  MutexLock lock(&mu_);
+  Held held;
+  ForEachRecord([&](const RecordPtr& record, bool) {
+    if (record->holders.empty()) return;
+    held.bytes += record->bytes;
+    held.owners.insert(record->holders.owners().begin(), record->holders.owners().end());
+  });
+  return held;
+}
+
+std::vector<ModelCache::RecordPtr> ModelCache::Covered(const ModelKey& pattern) const {
+  std::vector<RecordPtr> covered;
+  for (const auto& [key, record] : index_) {
+    const bool made_from_it = std::any_of(record->sources.begin(), record->sources.end(),
+                                          [&](const std::string& id) { return pattern.Covers({id, ""}); });
+    if (pattern.Covers(key) || made_from_it) covered.push_back(record);
+  }
+  return covered;
+}
+
+DropResult ModelCache::Drop(const ModelKey& pattern) {
+  DropResult result;
+  std::vector<RecordPtr> covered;  // ends after the mutex is let go
+  MutexLock lock(&mu_);
+  covered = Covered(pattern);
+  for (const RecordPtr& record : covered) {
+    const bool held = !record->holders.empty();
+    ++(held ? result.stale_records : result.evicted_records);
+    (held ? result.stale_bytes : result.evicted_bytes) += record->bytes;
+    Evict(record, EvictReason::kDrop);
+  }
+  for (auto& [key, loading] : loading_) {
+    if (pattern.Covers(key)) loading->drop_when_done = true;
+  }
+  return result;
+}
+
+DropResult ModelCache::Unload(const ModelKey& pattern) {
+  DropResult result;
+  std::vector<RecordPtr> covered;
+  MutexLock lock(&mu_);
+  covered = Covered(pattern);
+  for (const RecordPtr& record : covered) {
+    if (!record->holders.empty()) {
+      ++result.busy_records;
+      continue;
+    }
+    ++result.evicted_records;
+    result.evicted_bytes += record->bytes;
+    Evict(record, EvictReason::kDrop);
+  }
+  return result;
+}
+
+// -------------------------------------------------------------------------------------------------- locks
+
+LockHandle ModelCache::TryLock(const ModelKey& key, const std::string& owner) {
+  MutexLock lock(&mu_);
+  auto it = index_.find(key);
+  if (it == index_.end() || shutting_down_) return {};
+  ++counters_.hits;
+  return AddLock(it->second, owner);
+}
+
+LockHandle ModelCache::Peek(const ModelKey& key, const std::string& owner) {
+  MutexLock lock(&mu_);
+  auto it = index_.find(key);
+  if (it == index_.end() || shutting_down_) return {};
+  it->second->holders.Add(owner);
+  return LockHandle(this, it->second, owner);
+}
+
+absl::StatusOr<LockHandle> ModelCache::Insert(const ModelKey& key, const std::string& kind,
+                                              std::shared_ptr<const Resource> resource, Reservation memory,
+                                              double seconds, const std::string& owner,
+                                              std::vector<std::string> sources) {
+  if (resource->bytes() > memory.bytes()) {
+    return MakeError(absl::StatusCode::kInternal, "ESTIMATE_TOO_LOW",
+                     absl::StrCat(key.ToString(), " is ", resource->bytes(), " bytes, promised ", memory.bytes()));
+  }
+  memory.ShrinkTo(resource->bytes());
+  const MemoryUse use = memory.use();
+  RecordPtr record = NewRecord(key, kind, use, std::move(resource), std::move(memory), seconds);
+  record->sources = std::move(sources);
+  MutexLock lock(&mu_);
+  if (shutting_down_) return ShuttingDown();
+  if (auto it = index_.find(key); it != index_.end()) return AddLock(it->second, owner);
+  record->accounted.lock()->memory.Commit();
+  Index(record);
+  return AddLock(record, owner);
 }
 
 absl::StatusOr<LockHandle> ModelCache::Lock(const ModelKey& key, const Loader& loader,
                                             const LockOptions& options) {
+  {
+    MutexLock lock(&mu_);
+    if (shutting_down_) return ShuttingDown();
+    if (auto it = index_.find(key); it != index_.end()) {
+      ++counters_.hits;
+      return AddLock(it->second, options.owner);
+    }
+  }
   return LockWith(key, loader, options, nullptr);
 }
 
@@ -175,9 +344,7 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
   bool mine = false;
   {
     MutexLock lock(&mu_);
-    if (shutting_down_) {
-      return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
-    }
+    if (shutting_down_) return ShuttingDown();
     if (auto it = index_.find(key); it != index_.end()) {
       ++counters_.hits;
       return AddLock(it->second, options.owner);
@@ -217,8 +384,14 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
   bool again = false;
   {
     // What this owner holds meanwhile is in the way of the load, should that wait for memory.
-    const WaitRegistry::Entry entry(ram_->waits(), options.owner, /*refusable=*/false);
+    WaitRegistry::Entry entry(ram_->waits(), options.owner, absl::StrCat("the load of ", key.ToString()),
+                              /*refusable=*/false);
     MutexLock lock(&mu_);
+    if (loading->done) {
+      entry.Over();
+    } else {
+      loading->waiting.Add(&entry);
+    }
     while (!loading->done) {
       if (options.stop.stop_requested()) {
         result = MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while waiting for a load");
@@ -230,13 +403,14 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
         break;
       }
     }
+    loading->waiting.Remove(&entry);
     --loading->wanted;
     if (loading->done) {
       if (loading->status.ok()) {
         ++counters_.hits;
         result = AddLock(loading->record, options.owner);
-      } else if (absl::IsCancelled(loading->status)) {
-        again = true;  // whoever loaded it gave up just before this caller came
+      } else if (loading->others_try || absl::IsCancelled(loading->status)) {
+        again = true;  // whoever loaded it gave up, or got no memory: for its deadline or for what it holds
       } else {
         result = loading->status;
       }
@@ -250,37 +424,37 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
 absl::StatusOr<LockHandle> ModelCache::Load(const ModelKey& key, const Loader& loader,
                                             const LockOptions& options,
                                             const std::shared_ptr<Loading>& loading, Reservation* promised) {
+  bool promise_refused = false;
   auto load = [&]() -> absl::StatusOr<RecordPtr> {
-    Reservation reservation;
+    Reservation memory;
     if (promised != nullptr && promised->bytes() >= loader.estimated_bytes) {
-      reservation = promised->Split(loader.estimated_bytes);
+      memory = promised->Split(loader.estimated_bytes, loader.use);
     } else {
-      auto reserved = ram_->Reserve({.bytes = loader.estimated_bytes,
-                                     .owner = options.owner,
-                                     .what = absl::StrCat(loader.kind, " ", key.ToString()),
-                                     .deadline = options.deadline,
-                                     .stop = options.stop});
-      if (!reserved.ok()) return reserved.status();
-      reservation = std::move(*reserved);
+      auto granted = ram_->Reserve({.bytes = loader.estimated_bytes,
+                                    .use = loader.use,
+                                    .owner = options.owner,
+                                    .what = absl::StrCat(loader.kind, " ", key.ToString()),
+                                    .deadline = options.deadline,
+                                    .stop = options.stop});
+      promise_refused = !granted.ok();
+      ASSIGN_OR_RETURN(memory, std::move(granted));
     }
     LoadContext context([&] { return loading->wanted.load() <= 0; },
                         [&](int64_t done, int64_t total) {
                           MutexLock lock(&loading->listeners_mu);
                           for (auto& [id, listener] : loading->listeners) listener(done, total);
                         });
-    absl::StatusOr<std::shared_ptr<const Resource>> resource = loader.load(context);
-    if (!resource.ok()) return resource.status();
-    if ((*resource)->bytes() > reservation.bytes()) {
+    const absl::Time start = clock_();
+    ASSIGN_OR_RETURN(std::shared_ptr<const Resource> resource, LoadWithoutThrowing(loader, context));
+    const double seconds = absl::ToDoubleSeconds(clock_() - start);
+    if (resource->bytes() > memory.bytes()) {
       return MakeError(absl::StatusCode::kInternal, "ESTIMATE_TOO_LOW",
-                       absl::StrCat(key.ToString(), " is larger than its files said: ", (*resource)->bytes(),
-                                    " bytes, promised ", reservation.bytes()));
+                       absl::StrCat(key.ToString(), " is larger than its files said: ", resource->bytes(),
+                                    " bytes, promised ", memory.bytes()));
     }
-    reservation.ShrinkTo((*resource)->bytes());
-    auto record = std::make_shared<CacheRecord>();
-    record->key = key;
-    record->kind = loader.kind;
-    record->reservation = std::move(reservation);
-    record->resource = std::move(*resource);
+    memory.ShrinkTo(resource->bytes());
+    RecordPtr record = NewRecord(key, loader.kind, loader.use, std::move(resource), std::move(memory), seconds);
+    record->sources = loader.sources;
     return record;
   };
 
@@ -290,20 +464,22 @@ absl::StatusOr<LockHandle> ModelCache::Load(const ModelKey& key, const Loader& l
   loading_.erase(key);
   loading->done = true;
   loading->status = record.status();
+  loading->others_try = promise_refused;
+  loading->waiting.Over();
   changed_.SignalAll();
   if (!record.ok()) {
     ++counters_.load_failures;
     return record.status();
   }
   loading->record = *record;
-  (*record)->reservation.Commit();
-  counters_.bytes_loaded += (*record)->bytes();
+  (*record)->accounted.lock()->memory.Commit();
+  counters_.bytes_loaded += (*record)->bytes;
   if (loading->drop_when_done) {
     stale_.insert(*record);
+  } else if (index_.count(key) != 0) {
+    stale_.insert(*record);  // computed and inserted by somebody else meanwhile
   } else {
-    (*record)->indexed = true;
-    (*record)->lru = lru_.insert(lru_.end(), *record);
-    index_.emplace(key, *record);
+    Index(*record);
   }
   return AddLock(*record, options.owner);
 }
@@ -316,9 +492,7 @@ absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const Loc
   int64_t missing_bytes = 0;
   {
     MutexLock lock(&mu_);
-    if (shutting_down_) {
-      return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
-    }
+    if (shutting_down_) return ShuttingDown();
     for (size_t i = 0; i < requests.size(); ++i) {
       auto it = index_.find(requests[i].key);
       if (it != index_.end()) {
@@ -336,6 +510,7 @@ absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const Loc
                          ? absl::StrCat(requests[missing[0]].loader.kind, " ", requests[missing[0]].key.ToString())
                          : absl::StrCat("a set of ", missing.size(), " records");
   ASSIGN_OR_RETURN(Reservation promised, ram_->Reserve({.bytes = missing_bytes,
+                                                        .use = requests[missing[0]].loader.use,
                                                         .owner = options.owner,
                                                         .what = std::move(what),
                                                         .deadline = options.deadline,
@@ -348,197 +523,63 @@ absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const Loc
   return handles;
 }
 
-absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, Device& device,
-                                                    const DeviceLockOptions& options) {
-  DeviceLock result;
-  result.handle_ = handle.Share(options.owner);
-  const RecordPtr record = result.handle_.record_;
-  RETURN_IF_ERROR(record->resource->Check());
+// ------------------------------------------------------------------------------------------ stats and end
 
-  auto reserve = [&](int64_t bytes, const std::string& what) {
-    return device.budget().Reserve({.bytes = bytes,
-                                    .owner = options.owner,
-                                    .what = what,
-                                    .deadline = options.deadline,
-                                    .stop = options.stop});
-  };
-  if (options.working_bytes > 0) {
-    ASSIGN_OR_RETURN(result.working_, reserve(options.working_bytes,
-                                              absl::StrCat("working memory of ", record->kind)));
+RecordStats ModelCache::Describe(const CacheRecord& record, bool stale) const {
+  RecordStats r;
+  r.key = record.key;
+  r.kind = record.kind;
+  r.use = record.use;
+  r.bytes = record.bytes;
+  r.lock_count = static_cast<int64_t>(record.holders.size());
+  r.holders = record.holders.owners();
+  std::sort(r.holders.begin(), r.holders.end());
+  r.stale = stale;
+  r.load_seconds = record.load_seconds;
+  r.last_used = record.holders.empty() ? record.last_used : clock_();
+  for (const auto& [device, there] : record.residency) {
+    if (there.copy == nullptr) continue;
+    int64_t full = 0;
+    for (const ResourceBlock& block : record.resource->device_blocks()) full += block.bytes;
+    r.residency.push_back({device->name(), there.bytes, full, static_cast<int64_t>(there.holders.size())});
   }
-  if (device.uses_host_memory()) {
-    result.resource_ = record->resource;
-    result.device_ = &device;
-    return result;
-  }
-
-  // Single flight per record and device: the first caller copies, the others wait.
-  {
-    MutexLock lock(&mu_);
-    std::optional<WaitRegistry::Entry> entry;
-    while (record->residency[&device].moving_in) {
-      if (!entry) entry.emplace(ram_->waits(), options.owner, /*refusable=*/false);
-      if (options.stop.stop_requested()) {
-        return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while weights moved to a device");
-      }
-      changed_.WaitWithTimeout(&mu_, absl::Milliseconds(50));  // a stop does not signal this
-    }
-    Residency& there = record->residency[&device];
-    if (there.copy != nullptr) {
-      ++there.locks;
-      result.resource_ = there.copy;
-      result.device_ = &device;
-      return result;
-    }
-    there.moving_in = true;
-  }
-  auto copy = [&]() -> absl::StatusOr<Residency> {
-    Residency there;
-    ASSIGN_OR_RETURN(there.reservation, reserve(record->resource->device_bytes(),
-                                                absl::StrCat(record->kind, " ", record->key.ToString())));
-    ASSIGN_OR_RETURN(there.copy, record->resource->CopyTo(device, options.stop));
-    there.reservation.Commit();
-    there.locks = 1;
-    return there;
-  }();
-
-  MutexLock lock(&mu_);
-  changed_.SignalAll();
-  if (!copy.ok()) {
-    record->residency.erase(&device);
-    return copy.status();
-  }
-  result.resource_ = copy->copy;
-  result.device_ = &device;
-  record->residency[&device] = std::move(*copy);
-  return result;
-}
-
-void ModelCache::Evict(const RecordPtr& record, std::vector<RecordPtr>& gone) {
-  gone.push_back(record);
-  record->indexed = false;
-  lru_.erase(record->lru);
-  index_.erase(record->key);
-}
-
-int64_t ModelCache::EvictUnlocked(int64_t bytes, int64_t CacheStats::*counter) {
-  std::vector<RecordPtr> gone;
-  int64_t freed = 0;
-  {
-    MutexLock lock(&mu_);
-    for (auto it = lru_.begin(); it != lru_.end() && freed < bytes;) {
-      RecordPtr record = *it++;
-      if (!record->holders.empty()) continue;
-      freed += record->bytes();
-      Evict(record, gone);
-      ++(counters_.*counter);
-    }
-  }
-  return freed;
-}
-
-int64_t ModelCache::Reclaim(int64_t bytes) { return EvictUnlocked(bytes, &CacheStats::evictions); }
-
-int64_t ModelCache::Trim(int64_t bytes) { return EvictUnlocked(bytes, &CacheStats::trimmed); }
-
-Reclaimer::Held ModelCache::HeldBytes() const {
-  MutexLock lock(&mu_);
-  Held held;
-  auto add = [&](const RecordPtr& record) {
-    if (record->holders.empty()) return;
-    held.bytes += record->bytes();
-    held.owners.insert(record->holders.begin(), record->holders.end());
-  };
-  for (const RecordPtr& record : lru_) add(record);
-  for (const RecordPtr& record : stale_) add(record);
-  return held;
-}
-
-int64_t ModelCache::ReclaimDevice(Device* device, int64_t bytes) {
-  std::vector<Residency> gone;
-  int64_t freed = 0;
-  MutexLock lock(&mu_);
-  std::vector<RecordPtr> there;
-  for (const RecordPtr& record : lru_) {
-    auto it = record->residency.find(device);
-    if (it != record->residency.end() && it->second.locks == 0 && !it->second.moving_in) there.push_back(record);
-  }
-  std::stable_sort(there.begin(), there.end(), [](const RecordPtr& a, const RecordPtr& b) {
-    return a->resource->device_bytes() < b->resource->device_bytes();
-  });
-  for (const RecordPtr& record : there) {
-    if (freed >= bytes) break;
-    auto it = record->residency.find(device);
-    freed += it->second.reservation.bytes();
-    gone.push_back(std::move(it->second));
-    record->residency.erase(it);
-  }
-  return freed;
-}
-
-Reclaimer::Held ModelCache::HeldOnDevice(Device* device) const {
-  MutexLock lock(&mu_);
-  Held held;
-  auto add = [&](const RecordPtr& record) {
-    auto it = record->residency.find(device);
-    if (it == record->residency.end() || it->second.locks == 0) return;
-    held.bytes += it->second.reservation.bytes();
-    held.owners.insert(record->holders.begin(), record->holders.end());
-  };
-  for (const RecordPtr& record : lru_) add(record);
-  for (const RecordPtr& record : stale_) add(record);
-  return held;
-}
-
-DropResult ModelCache::Drop(const ModelKey& pattern) {
-  DropResult result;
-  std::vector<RecordPtr> gone;
-  MutexLock lock(&mu_);
-  for (auto it = lru_.begin(); it != lru_.end();) {
-    RecordPtr record = *it++;
-    if (!pattern.Covers(record->key)) continue;
-    if (record->holders.empty()) {
-      ++result.evicted_records;
-      result.evicted_bytes += record->bytes();
-      Evict(record, gone);
-    } else {
-      ++result.stale_records;
-      result.stale_bytes += record->bytes();
-      Evict(record, gone);
-      stale_.insert(record);
-    }
-    ++counters_.dropped;
-  }
-  for (auto& [key, loading] : loading_) {
-    if (pattern.Covers(key)) loading->drop_when_done = true;
-  }
-  return result;
+  return r;
 }
 
 CacheStats ModelCache::Stats() const {
   MutexLock lock(&mu_);
   CacheStats stats = counters_;
-  auto add = [&](const RecordPtr& record, bool stale) {
-    RecordStats r;
-    r.key = record->key;
-    r.kind = record->kind;
-    r.bytes = record->bytes();
-    r.lock_count = static_cast<int64_t>(record->holders.size());
-    r.holders.assign(record->holders.begin(), record->holders.end());
-    r.stale = stale;
-    for (const auto& [device, there] : record->residency) {
-      if (there.copy == nullptr) continue;
-      r.residency.push_back({device->name(), there.reservation.bytes(), there.locks});
-    }
+  std::vector<std::pair<GreedyDual::Worth, RecordStats>> sorted;
+  std::vector<RecordStats> stale;
+  ForEachRecord([&](const RecordPtr& record, bool is_stale) {
+    RecordStats r = Describe(*record, is_stale);
     stats.record_bytes += r.bytes;
-    stats.records.push_back(std::move(r));
-  };
-  for (const RecordPtr& record : lru_) add(record, false);
-  for (const RecordPtr& record : stale_) add(record, true);
-  stats.ram = ram_->stats();
+    for (const ResidencyStats& there : r.residency) stats.devices[there.device].residency_bytes += there.bytes;
+    if (is_stale) {
+      stale.push_back(std::move(r));
+    } else {
+      sorted.emplace_back(record->worth, std::move(r));
+    }
+  });
+  std::sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  for (auto& [worth, r] : sorted) stats.records.push_back(std::move(r));
+  std::move(stale.begin(), stale.end(), std::back_inserter(stats.records));
+  stats.recent_evictions.assign(recent_.begin(), recent_.end());
   for (Device* device : devices_) {
-    if (!device->uses_host_memory()) stats.devices[device->name()] = device->budget().stats();
+    if (device->uses_host_memory()) continue;
+    DeviceStats& there = stats.devices[device->name()];
+    there.budget = device->budget().stats();
+    there.allocated_bytes = device->allocated_bytes();
+    if (auto it = device_counters_.find(device); it != device_counters_.end()) {
+      there.copies = it->second.copies;
+      there.copied_bytes = it->second.copied_bytes;
+      there.offloads = it->second.offloads;
+      there.streamed_locks = it->second.streamed_locks;
+    }
   }
+  MutexLock leaving(&leaving_->mu);
+  stats.leaving_bytes = leaving_->bytes;
+  stats.ram = ram_->stats();
   return stats;
 }
 
@@ -549,7 +590,7 @@ absl::Status ModelCache::Shutdown(absl::Time deadline) {
     shutting_down_ = true;
     auto count_held = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
       size_t n = stale_.size() + loading_.size();
-      for (const RecordPtr& record : lru_) n += record->holders.empty() ? 0 : 1;
+      for (const auto& [key, record] : index_) n += record->holders.empty() ? 0 : 1;
       return n;
     };
     while ((held = count_held()) > 0) {

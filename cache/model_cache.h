@@ -14,7 +14,11 @@
 // A stale record is out of the index: its holders keep it, a new Lock loads anew. Its bytes are counted
 // until the last holder lets go. So at all times, with no load in progress:
 //
-//     RamBudget in_use_bytes  =  Σ bytes of the records in Stats()
+//     RamBudget in_use_bytes  =  Σ bytes of the records in Stats()  +  of those whose memory is being freed
+//
+// Records go in the order of GreedyDual (greedy_dual.h): by what it costs to load them again, against how
+// long ago they were used. On a device with memory of its own a record's copy is its residency: none, part,
+// all. One host copy serves all devices.
 //
 // Thread-safe. Lock() may block (disk, memory): call it from a loader thread, never from an executor or an
 // RPC thread. The cache must outlive its handles, the budget and the devices must outlive the cache.
@@ -26,10 +30,10 @@
 #define LATENTD_CACHE_MODEL_CACHE_H_
 
 #include <cstdint>
+#include <deque>
 #include <functional>
-#include <list>
-#include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <stop_token>
 #include <string>
@@ -38,18 +42,21 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
-#include "cache/mutex.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "cache/cache_stats.h"
 #include "cache/device.h"
+#include "cache/greedy_dual.h"
+#include "cache/lock_handle.h"
 #include "cache/memory_budget.h"
 #include "cache/model_key.h"
+#include "cache/mutex.h"
 #include "cache/resource.h"
 
 namespace latentd {
 
-class ModelCache;
-struct CacheRecord;
+struct LeavingBytes;
 
 // What a load gets from the cache, and reports to it. Used on the loading thread only.
 class LoadContext {
@@ -74,6 +81,8 @@ struct Loader {
   std::string kind;             // "transformer", "lora", …; shown in statistics
   int64_t estimated_bytes = 0;  // upper bound of the resource's bytes(); reserved before `load` runs
   std::function<absl::StatusOr<std::shared_ptr<const Resource>>(const LoadContext&)> load;
+  MemoryUse use = MemoryUse::kWeights;  // one of those that records are made of
+  std::vector<std::string> sources = {};  // ids of what it was made from: dropping one of them drops it too
 };
 
 struct LockOptions {
@@ -88,119 +97,28 @@ struct LockRequest {
   Loader loader;
 };
 
+enum class ResidencyMode {
+  kAuto,    // all of it where there is room beside the working memory, else a part, and the rest is streamed
+  kFull,    // all of it, or an error
+  kStream,  // only what has to stay
+};
+
 struct DeviceLockOptions {
   std::string owner = {};
   int64_t working_bytes = 0;  // activations of the work that the lock is for
+  ResidencyMode mode = ResidencyMode::kAuto;
+  int32_t ring_slots = 2;  // blocks in the ring of what is streamed
+  std::vector<bool> blocks = {};  // when not empty: these (and what stays) instead of `mode`, and no ring
   absl::Time deadline = absl::InfiniteFuture();
   std::stop_token stop = {};
 };
 
-// Keeps a record in memory. Move-only. An empty one holds nothing.
-class LockHandle {
- public:
-  LockHandle() = default;
-  LockHandle(LockHandle&& other) noexcept { *this = std::move(other); }
-  LockHandle& operator=(LockHandle&& other) noexcept;
-  LockHandle(const LockHandle&) = delete;
-  LockHandle& operator=(const LockHandle&) = delete;
-  ~LockHandle() { Release(); }
-
-  explicit operator bool() const { return record_ != nullptr; }
-  const ModelKey& key() const;
-  const std::shared_ptr<const Resource>& resource() const;
-
-  // REQUIRES: the record holds a T.
-  template <typename T>
-  const T& As() const {
-    return static_cast<const T&>(*resource());
-  }
-
-  // A second lock on the same record, for the same or another owner. REQUIRES: not empty.
-  LockHandle Share(std::string owner = "") const;
-
-  void Release();
-
- private:
-  friend class ModelCache;
-  friend class DeviceLock;
-  LockHandle(ModelCache* cache, std::shared_ptr<CacheRecord> record, std::string owner)
-      : cache_(cache), record_(std::move(record)), owner_(std::move(owner)) {}
-
-  ModelCache* cache_ = nullptr;
-  std::shared_ptr<CacheRecord> record_;
-  std::string owner_;
-};
-
-// Keeps a record usable on one device, and the working memory of what is done with it promised. Holds a
-// lock on the record too, so handle and device lock may end in any order.
-class DeviceLock {
- public:
-  DeviceLock() = default;
-  DeviceLock(DeviceLock&& other) noexcept { *this = std::move(other); }
-  DeviceLock& operator=(DeviceLock&& other) noexcept;
-  ~DeviceLock() { Release(); }
-
-  explicit operator bool() const { return device_ != nullptr; }
-  Device& device() const { return *device_; }
-
-  // The record as it is on the device; for a device that uses host memory, the host's own.
-  const std::shared_ptr<const Resource>& resource() const { return resource_; }
-  template <typename T>
-  const T& As() const {
-    return static_cast<const T&>(*resource_);
-  }
-
-  void Release();
-
- private:
-  friend class ModelCache;
-  LockHandle handle_;
-  Device* device_ = nullptr;
-  std::shared_ptr<const Resource> resource_;
-  Reservation working_;
-};
-
-struct ResidencyStats {
-  std::string device;
-  int64_t bytes = 0;
-  int64_t lock_count = 0;
-};
-
-struct RecordStats {
-  ModelKey key;
-  std::string kind;
-  int64_t bytes = 0;
-  int64_t lock_count = 0;
-  std::vector<std::string> holders;  // one entry per lock, sorted
-  bool stale = false;
-  std::vector<ResidencyStats> residency;
-};
-
-struct CacheStats {
-  std::vector<RecordStats> records;  // least recently used first; stale ones last
-  MemoryBudget::Stats ram;
-  std::map<std::string, MemoryBudget::Stats> devices;  // those with a budget of their own
-  int64_t record_bytes = 0;                            // Σ bytes of `records`
-  int64_t hits = 0;
-  int64_t misses = 0;    // loads started
-  int64_t load_failures = 0;
-  int64_t evictions = 0;  // to make room
-  int64_t trimmed = 0;    // by Trim
-  int64_t dropped = 0;    // by Drop
-  int64_t bytes_loaded = 0;
-};
-
-struct DropResult {
-  int64_t evicted_records = 0;
-  int64_t evicted_bytes = 0;
-  int64_t stale_records = 0;  // locked ones: they go at their last unlock
-  int64_t stale_bytes = 0;
-};
-
 class ModelCache : public Reclaimer {
  public:
-  // `ram` is charged for every record. `devices` are those of the process.
-  ModelCache(RamBudget* ram, std::vector<Device*> devices);
+  using Clock = std::function<absl::Time()>;
+
+  // `ram` is charged for every record. `devices` are those of the process. `clock` measures loads and ages.
+  ModelCache(RamBudget* ram, std::vector<Device*> devices, Clock clock = absl::Now);
   ~ModelCache() override;
 
   // Finds or loads a record and locks it. Concurrent calls for one absent key load once; a load goes on as
@@ -213,20 +131,47 @@ class ModelCache : public Reclaimer {
   absl::StatusOr<std::vector<LockHandle>> LockAll(absl::Span<const LockRequest> requests,
                                                   const LockOptions& options);
 
-  // Makes the handle's record usable on `device`. Errors: those of Reserve on the device's budget and of
-  // Device; UNAVAILABLE SHUTTING_DOWN.
+  // Locks a record that is there; an empty handle when it is not. Never blocks.
+  LockHandle TryLock(const ModelKey& key, const std::string& owner);
+
+  // The same for a look at it: counts as no use, neither as a hit nor in the order of eviction.
+  LockHandle Peek(const ModelKey& key, const std::string& owner);
+
+  // Makes a record of something that was computed, and locks it; when there is one of that key already, that
+  // one is locked instead. `memory` is its promise, of at least its bytes; `seconds` is what it cost. Never
+  // blocks. Errors: UNAVAILABLE SHUTTING_DOWN; INTERNAL ESTIMATE_TOO_LOW.
+  absl::StatusOr<LockHandle> Insert(const ModelKey& key, const std::string& kind,
+                                    std::shared_ptr<const Resource> resource, Reservation memory, double seconds,
+                                    const std::string& owner, std::vector<std::string> sources = {});
+
+  // Makes the handle's record usable on `device`, as `options.mode` says. Errors: those of Reserve on the
+  // device's budget and of Device; UNAVAILABLE SHUTTING_DOWN.
   absl::StatusOr<DeviceLock> LockOnDevice(const LockHandle& handle, Device& device,
                                           const DeviceLockOptions& options);
 
-  // Removes what `pattern` covers (ModelKey::Covers): unlocked records now, locked ones when their last
-  // handle goes.
+  // Removes what `pattern` covers (ModelKey::Covers), and what was made from it: unlocked records now, locked
+  // ones when their last handle goes.
   DropResult Drop(const ModelKey& pattern);
 
-  // Evicts unlocked records, least recently used first, until `bytes` are freed. Returns the bytes freed.
+  // Removes what `pattern` covers and nobody holds; the rest stays, and can be locked again.
+  DropResult Unload(const ModelKey& pattern);
+
+  // Evicts unlocked records in order until `bytes` are freed. Returns the bytes freed.
   int64_t Trim(int64_t bytes);
+
+  // Evicts unlocked records that nobody took or let go of since `time`. Returns the bytes freed.
+  int64_t EvictUnusedSince(absl::Time time);
+
+  // Takes unlocked copies off a device, until `bytes` are freed there. Returns the bytes freed.
+  int64_t Offload(Device& device, int64_t bytes) { return ReclaimDevice(&device, bytes); }
+
+  // What making room for so many bytes would evict from host memory, in order; nothing when that cannot be
+  // made. Changes nothing.
+  std::vector<RecordStats> WouldEvict(int64_t bytes) const;
 
   CacheStats Stats() const;
   RamBudget& ram() const { return *ram_; }
+  const std::vector<Device*>& devices() const { return devices_; }
 
   // Refuses new locks, waits for handles to end until `deadline`, then evicts everything. Errors:
   // DEADLINE_EXCEEDED with the number of records that are still held.
@@ -241,6 +186,9 @@ class ModelCache : public Reclaimer {
   friend class DeviceLock;
   class DeviceReclaimer;
   struct Loading;
+  struct DeviceCounters {
+    int64_t copies = 0, copied_bytes = 0, offloads = 0, streamed_locks = 0;
+  };
 
   using RecordPtr = std::shared_ptr<CacheRecord>;
 
@@ -248,26 +196,49 @@ class ModelCache : public Reclaimer {
                                       Reservation* promised);
   absl::StatusOr<LockHandle> Load(const ModelKey& key, const Loader& loader, const LockOptions& options,
                                   const std::shared_ptr<Loading>& loading, Reservation* promised);
+  RecordPtr NewRecord(const ModelKey& key, const std::string& kind, MemoryUse use,
+                      std::shared_ptr<const Resource> resource, Reservation memory, double seconds);
+  void Index(const RecordPtr& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   LockHandle AddLock(const RecordPtr& record, const std::string& owner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Unlock(RecordPtr record, const std::string& owner);
-  void UnlockDevice(const RecordPtr& record, Device* device);
-  // Takes an unlocked record out of the cache; the caller lets the pointers go after the mutex.
-  void Evict(const RecordPtr& record, std::vector<RecordPtr>& gone) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  int64_t EvictUnlocked(int64_t bytes, int64_t CacheStats::*counter);
+
+  // What `pattern` covers, and what was made from it.
+  std::vector<RecordPtr> Covered(const ModelKey& pattern) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Unlocked records in the order in which they go, as many as free `bytes`; all, when they do not.
+  std::vector<RecordPtr> Victims(int64_t bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Takes a record out of the index; the caller lets the pointer go after the mutex.
+  void Evict(const RecordPtr& record, EvictReason reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  int64_t EvictUnlocked(int64_t bytes, EvictReason reason);
+  RecordStats Describe(const CacheRecord& record, bool stale) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // f(record, stale) for all there are.
+  template <typename F>
+  void ForEachRecord(F f) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    for (const auto& [key, record] : index_) f(record, false);
+    for (const RecordPtr& record : stale_) f(record, true);
+  }
+
+  // Devices, in model_cache_devices.cc.
+  absl::Status TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options);
+  absl::Status MoveIn(const RecordPtr& record, Device& device, const DeviceLockOptions& options, DeviceLock& lock);
+  void UnlockDevice(const RecordPtr& record, Device* device, const std::string& owner);
   int64_t ReclaimDevice(Device* device, int64_t bytes);
   Held HeldOnDevice(Device* device) const;
 
   RamBudget* const ram_;
   const std::vector<Device*> devices_;
+  const Clock clock_;
   std::vector<std::unique_ptr<DeviceReclaimer>> device_reclaimers_;
+  const std::shared_ptr<LeavingBytes> leaving_;
 
   mutable Mutex mu_;
   CondVar changed_;
   bool shutting_down_ ABSL_GUARDED_BY(mu_) = false;
   absl::flat_hash_map<ModelKey, RecordPtr> index_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<ModelKey, std::shared_ptr<Loading>> loading_ ABSL_GUARDED_BY(mu_);
-  std::list<RecordPtr> lru_ ABSL_GUARDED_BY(mu_);  // everything in index_, least recently used first
   std::set<RecordPtr> stale_ ABSL_GUARDED_BY(mu_);
+  GreedyDual order_ ABSL_GUARDED_BY(mu_);
+  std::deque<Eviction> recent_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<Device*, DeviceCounters> device_counters_ ABSL_GUARDED_BY(mu_);
   CacheStats counters_ ABSL_GUARDED_BY(mu_);  // only the counters are used
 };
 

@@ -5,12 +5,19 @@
 #include <cstdint>
 #include <memory>
 #include <stop_token>
+#include <vector>
 
 #include "absl/status/statusor.h"
 
 namespace latentd {
 
 class Device;
+
+// A part of a resource that moves to a device as a whole.
+struct ResourceBlock {
+  int64_t bytes = 0;    // on a device, padding included
+  bool stays = true;    // needed at all times; else it may be copied anew each time that it is used
+};
 
 // Immutable after construction, so it is read from any thread without locks.
 class Resource {
@@ -20,11 +27,14 @@ class Resource {
   // Bytes of host memory, as charged to the RamBudget. Constant for the life of the object.
   virtual int64_t bytes() const = 0;
 
-  // Bytes that a full copy on a device takes. Constant.
-  virtual int64_t device_bytes() const { return bytes(); }
+  // What a copy on a device is made of, in the order of use. Constant.
+  virtual std::vector<ResourceBlock> device_blocks() const { return {{bytes(), true}}; }
 
-  // A full copy in `device`'s memory. Checks `stop` between tensors (CANCELLED).
-  virtual absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device& device,
+  // A copy in `device`'s memory of the blocks that `resident` marks; all, when it is empty. REQUIRES: what
+  // stays is marked. `have` is an earlier copy on that device, or null: what it has is taken over, not copied
+  // again. Checks `stop` between tensors (CANCELLED). Accounting is the caller's.
+  virtual absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device& device, const std::vector<bool>& resident,
+                                                                 const Resource* have,
                                                                  std::stop_token stop) const = 0;
 
   // OK while the bytes can be trusted; DATA_LOSS once a mapped file turned out to be cut short.

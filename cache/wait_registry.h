@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "cache/mutex.h"
 
 namespace latentd {
@@ -26,12 +27,21 @@ class WaitRegistry {
   // A wait, from construction to its end.
   class Entry {
    public:
-    // `refusable`: the wait is a request to a budget, which can be refused; else it is for somebody's work.
-    Entry(std::shared_ptr<WaitRegistry> registry, const std::string& owner, bool refusable)
-        : registry_(std::move(registry)), id_(registry_->Enter(owner, refusable)) {}
-    ~Entry() { registry_->Leave(id_); }
+    // `what` is waited for. `refusable`: the wait is a request to a budget, which can be refused; else it is
+    // for somebody's work.
+    Entry(std::shared_ptr<WaitRegistry> registry, const std::string& owner, std::string what, bool refusable)
+        : registry_(std::move(registry)), id_(registry_->Enter(owner, std::move(what), refusable)) {}
+    ~Entry() {
+      Over();
+      registry_->WakeAll();
+    }
     Entry(const Entry&) = delete;
     Entry& operator=(const Entry&) = delete;
+
+    // The owner waits no more, from now on and not only from the end of this object: called together with
+    // what ends the wait, under the same mutex, so that nobody takes one who can go on for one who waits.
+    // Wakes nobody.
+    void Over() { registry_->Leave(id_); }
 
     // True when no refusable wait began after this one.
     bool newest() const { return registry_->Newest(id_); }
@@ -44,6 +54,14 @@ class WaitRegistry {
   bool Waits(const std::string& owner) const {
     MutexLock lock(&mu_);
     return std::any_of(waits_.begin(), waits_.end(), [&](const auto& w) { return w.second.owner == owner; });
+  }
+
+  // "session-1 waits for …", oldest first; for error messages.
+  std::vector<std::string> List() const {
+    MutexLock lock(&mu_);
+    std::vector<std::string> list;
+    for (const auto& [id, wait] : waits_) list.push_back(absl::StrCat(wait.owner, " waits for ", wait.what));
+    return list;
   }
 
   // `wake` is called, without a lock, whenever a wait begins or ends. Returns a number for Unsubscribe.
@@ -60,25 +78,23 @@ class WaitRegistry {
  private:
   struct Wait {
     std::string owner;
+    std::string what;
     bool refusable;
   };
 
-  uint64_t Enter(const std::string& owner, bool refusable) {
+  uint64_t Enter(const std::string& owner, std::string what, bool refusable) {
     uint64_t id = 0;
     {
       MutexLock lock(&mu_);
       id = ++next_;
-      waits_[id] = {owner, refusable};
+      waits_[id] = {owner, std::move(what), refusable};
     }
     WakeAll();
     return id;
   }
   void Leave(uint64_t id) {
-    {
-      MutexLock lock(&mu_);
-      waits_.erase(id);
-    }
-    WakeAll();
+    MutexLock lock(&mu_);
+    waits_.erase(id);
   }
   bool Newest(uint64_t id) const {
     MutexLock lock(&mu_);

@@ -139,15 +139,15 @@ TEST_F(WeightFilesTest, AReplacedFileHasAnotherFingerprint) {
 TEST_F(WeightFilesTest, ACopyOnADeviceIsWithinItsMemory) {
   auto files = *WeightFiles::Open(Write("a.safetensors", {{"x", {1, 2}}, {"y", {3}}}));
   auto set = *LoadWeights(files, LayoutOf({{"x", 2}, {"y", 1}}), nullptr, "", always);
-  SimDevice sim("sim:0", 1 << 20);
+  SimDevice sim({.index = 0, .memory_bytes = 1 << 20});
   {
-    auto copy = *set->CopyTo(sim, {});
+    auto copy = *set->CopyTo(sim, {}, nullptr, {});
     EXPECT_EQ(sim.allocated_bytes(), 12);
     EXPECT_TRUE(at::equal(static_cast<const WeightSet&>(*copy)[Slot{0}].data, (*set)[Slot{0}].data));
   }
   EXPECT_EQ(sim.allocated_bytes(), 0);
   sim.FailCopy(2);
-  EXPECT_EQ(ErrorReason(set->CopyTo(sim, {}).status()), "COPY_FAILED");
+  EXPECT_EQ(ErrorReason(set->CopyTo(sim, {}, nullptr, {}).status()), "COPY_FAILED");
   EXPECT_EQ(sim.allocated_bytes(), 0);
 }
 

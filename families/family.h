@@ -9,7 +9,6 @@
 #ifndef LATENTD_FAMILIES_FAMILY_H_
 #define LATENTD_FAMILIES_FAMILY_H_
 
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,6 +20,7 @@
 #include "cache/component_layout.h"
 #include "cache/key_map.h"
 #include "cache/weight_files.h"
+#include "families/conditioning.h"
 #include "families/generate_params.h"
 #include "patcher/patch_target.h"
 #include "patcher/weight_view.h"
@@ -37,10 +37,6 @@ struct Component {
   // Where LoRAs find their layers; a component without one takes no patches.
   std::optional<PatchTarget> patch_target;
 };
-
-// Text conditioning of one generation, in host memory. Keys are the family's own ("t5", "pooled",
-// "neg.t5", …).
-using Conditioning = std::map<std::string, at::Tensor>;
 
 struct StepReport {
   int64_t index = 0;  // 1-based, after the step
@@ -71,6 +67,11 @@ struct ModelDefaults {
   std::string sampler = "euler";
 };
 
+// How a phase is run, beyond what the request says: what the server decides when memory is short.
+struct PhaseOptions {
+  int64_t tile = 0;  // the VAE's, pixels of a tile's side; 0: the whole picture at once
+};
+
 class Pipeline {
  public:
   virtual ~Pipeline() = default;
@@ -87,10 +88,15 @@ class Pipeline {
   virtual std::vector<std::string> EncoderComponents(const GenerateParams& params) const = 0;
   virtual absl::Status Encode(const std::string& component, const WeightView& weights,
                               const GenerateParams& params, Conditioning& conditioning) const = 0;
+  // All that Encode's result depends on besides weights and patches: equal keys, equal conditioning.
+  virtual std::string EncodeKey(const std::string& component, const GenerateParams& params) const = 0;
+  // Upper bound of the bytes that Encode adds to the conditioning.
+  virtual int64_t ConditioningBytes(const std::string& component, const GenerateParams& params) const = 0;
 
   // img2img only: the init image as latents [1, C, h, w] (or [N, …] where the posterior is sampled per seed).
   virtual std::string image_encoder_component() const = 0;
-  virtual absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params) const = 0;
+  virtual absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params,
+                                                 const PhaseOptions& options) const = 0;
 
   virtual std::string denoiser_component() const = 0;
   // `init_latents` is undefined for txt2img. REQUIRES: params passed Validate.
@@ -100,14 +106,18 @@ class Pipeline {
 
   virtual std::string decoder_component() const = 0;
   // One picture: latents [1, C, h, w] → uint8 [H, W, 3].
-  virtual absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents) const = 0;
+  virtual absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
+                                            const PhaseOptions& options) const = 0;
+  // The next smaller tile to try: below `tile`, or the first one when that is 0. 0: there is none.
+  virtual int64_t SmallerTile(const GenerateParams& params, int64_t tile) const = 0;
 
   // A small picture of unfinished latents [1, C, h, w] → uint8 [h, w, 3], by a linear map; undefined when
   // the model has none.
   virtual at::Tensor Preview(const at::Tensor& latents) const = 0;
 
   // Upper estimate of activation bytes of a phase on `component` for this request.
-  virtual int64_t WorkingBytes(const std::string& component, const GenerateParams& params) const = 0;
+  virtual int64_t WorkingBytes(const std::string& component, const GenerateParams& params,
+                               const PhaseOptions& options) const = 0;
 };
 
 // The files that make up one model under a root.

@@ -1,70 +1,36 @@
-// A layer's difference is scale · weight · up · down. Direct: summed over all patches of a tensor in fp32,
-// added to the fp32 value of the weight, rounded once to its storage type. Sidecar: the same sum as one pair
-// of matrices, patches concatenated along the rank.
 #include "patcher/layer_patcher.h"
 
 #include <algorithm>
 
 #include "ATen/ATen.h"
-#include "c10/core/GradMode.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "cache/error.h"
+#include "patcher/contribution.h"
 #include "patcher/layer_resolver.h"
 
 namespace latentd {
 namespace {
 
-absl::Status Mismatch(const std::string& name, absl::string_view what, ErrorDetails details) {
-  details["lora"] = name;
-  return MakeError(absl::StatusCode::kFailedPrecondition, "LORA_MISMATCH", absl::StrCat("LoRA ", name, " ", what),
-                   details);
+// "transformer+dusk@1f3a*0.5": all that merged weights depend on, so that two sets are never taken for each
+// other.
+std::string MergedName(const ModelKey& component, const std::vector<PatchSpec>& specs) {
+  std::string name = component.component;
+  for (const PatchSpec& spec : specs) {
+    if (spec.weight == 0) continue;
+    absl::StrAppend(&name, "+", spec.handle.key().ToString(), "*", absl::StrFormat("%.17g", spec.weight));
+  }
+  return name;
 }
 
-// Does the layer fit the tensors that its name means?
-absl::Status CheckShapes(const std::string& name, const LoraLayer& layer, const std::vector<LayerPart>& parts,
-                         const ComponentLayout& layout) {
-  int64_t rows = 0;
-  for (const LayerPart& part : parts) {
-    const auto& shape = layout[part.weight].shape;
-    rows = std::max(rows, part.row_begin + part.rows);
-    if (shape.size() != 2 || shape[1] != layer.down.size(1)) {
-      return Mismatch(name,
-                      absl::StrCat("does not fit: layer ", layer.name, " takes ", layer.down.size(1), " inputs, ",
-                                   layout[part.weight].name, " is [", absl::StrJoin(shape, ", "), "]"),
-                      {{"layer", layer.name}});
-    }
-  }
-  if (rows != layer.up.size(0)) {
-    return Mismatch(name,
-                    absl::StrCat("does not fit: layer ", layer.name, " gives ", layer.up.size(0), " outputs, the model has ",
-                                 rows),
-                    {{"layer", layer.name}});
-  }
-  return absl::OkStatus();
-}
-
-// One layer's share in one tensor.
-struct Contribution {
-  size_t spec;
-  const LoraLayer* layer;
-  LayerPart part;
-};
-
-// The rows of `up` for a part, with weight and scale, in fp32.
-at::Tensor ScaledUp(const Contribution& c, double weight) {
-  at::Tensor up = c.layer->up.narrow(0, c.part.row_begin, c.part.rows).to(at::kFloat);
-  if (c.part.swap_halves) {
-    auto halves = up.chunk(2, 0);
-    up = at::cat({halves[1], halves[0]}, 0);
-  }
-  return up * (weight * c.layer->scale);
-}
-
-int64_t SidecarRank(const std::vector<Contribution>& contributions) {
-  int64_t rank = 0;
-  for (const Contribution& c : contributions) rank += c.layer->rank();
-  return rank;
+MemoryBudget::Request Ask(int64_t bytes, MemoryUse use, const PatchTarget& target, const ApplyOptions& options) {
+  return {.bytes = bytes,
+          .use = use,
+          .owner = options.owner,
+          .what = absl::StrCat("patches of ", target.component),
+          .deadline = options.deadline,
+          .stop = options.stop};
 }
 
 }  // namespace
@@ -96,12 +62,81 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
   }
   if (matched == 0) {
     const std::string sample = absl::StrJoin(report.unmatched, ", ");
-    return Mismatch(name,
+    return LoraMismatch(name,
                     absl::StrCat("is for another architecture: none of its ", report.layers_in_file,
                                  " layers matches this model (", sample, ")"),
                     {{"sample", sample}, {"layers_in_file", absl::StrCat(report.layers_in_file)}});
   }
   return report;
+}
+
+absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarget& target,
+                                       const std::vector<PatchSpec>& specs, const Contributions& contributions,
+                                       const ApplyOptions& options, Overlay& overlay) {
+  Device* const device = options.device;
+  const bool elsewhere = device != nullptr && !device->uses_host_memory();
+  const bool cacheable = options.cache != nullptr && std::all_of(specs.begin(), specs.end(), [](const PatchSpec& s) {
+                           return s.weight == 0 || static_cast<bool>(s.handle);
+                         });
+  const int64_t bytes = MergedBytes(weights, contributions);
+  if (!cacheable) {
+    if (device != nullptr) {
+      ASSIGN_OR_RETURN(overlay.reservation_,
+                       device->budget().Reserve(Ask(bytes, MemoryUse::kMerged, target, options)));
+    }
+    ASSIGN_OR_RETURN(overlay.merged_on_host_,
+                     Merge(weights, contributions, [&] { return options.stop.stop_requested(); }));
+    overlay.merged_ = overlay.merged_on_host_;
+    if (elsewhere) {
+      ASSIGN_OR_RETURN(auto copy, overlay.merged_on_host_->CopyTo(*device, options.resident, nullptr, options.stop));
+      overlay.merged_ = std::static_pointer_cast<const WeightSet>(std::move(copy));
+    }
+    return absl::OkStatus();
+  }
+
+  Loader loader{.kind = "merged",
+                .estimated_bytes = bytes,
+                .load = [&](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
+                  return Merge(weights, contributions, [&] { return context.cancelled(); });
+                },
+                .use = MemoryUse::kMerged};
+  for (const PatchSpec& spec : specs) {
+    if (spec.weight != 0) loader.sources.push_back(spec.handle.key().id);
+  }
+  ASSIGN_OR_RETURN(overlay.merged_record_,
+                   options.cache->Lock({options.component.id, MergedName(options.component, specs)}, loader,
+                                       {.owner = options.owner, .deadline = options.deadline, .stop = options.stop}));
+  overlay.merged_on_host_ = std::static_pointer_cast<const WeightSet>(overlay.merged_record_.resource());
+  overlay.merged_ = overlay.merged_on_host_;
+  if (elsewhere) {
+    ASSIGN_OR_RETURN(overlay.merged_residency_,
+                     options.cache->LockOnDevice(overlay.merged_record_, *device,
+                                                 {.owner = options.owner,
+                                                  .mode = ResidencyMode::kFull,
+                                                  .blocks = options.resident,
+                                                  .deadline = options.deadline,
+                                                  .stop = options.stop}));
+    overlay.merged_ = std::static_pointer_cast<const WeightSet>(overlay.merged_residency_.resource());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LayerPatcher::ApplySidecar(const WeightSet& weights, const PatchTarget& target,
+                                        const Contributions& contributions, const ApplyOptions& options,
+                                        Overlay& overlay) {
+  if (options.device != nullptr) {
+    const int64_t bytes = SidecarBytes(weights.layout(), contributions, options.compute);
+    ASSIGN_OR_RETURN(overlay.reservation_,
+                     options.device->budget().Reserve(Ask(bytes, MemoryUse::kMerged, target, options)));
+  }
+  overlay.sidecars_.resize(weights.layout().tensors().size());
+  for (const auto& [index, shares] : contributions) {
+    if (options.stop.stop_requested()) {
+      return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while patches were applied");
+    }
+    overlay.sidecars_[static_cast<size_t>(index)] = MakeSidecar(shares, options.compute);
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightSet& weights, const PatchTarget& target,
@@ -110,76 +145,25 @@ absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightS
                                                                    std::vector<PatchReport>* reports) {
   std::stable_sort(specs.begin(), specs.end(),
                    [](const PatchSpec& a, const PatchSpec& b) { return a.name < b.name; });
-  const ComponentLayout& layout = weights.layout();
-  const LayerResolver resolver(target);
-
-  // Which patches meet in which tensor.
-  std::map<int32_t, std::vector<Contribution>> by_slot;
-  for (size_t s = 0; s < specs.size(); ++s) {
-    if (specs[s].weight == 0) continue;
-    for (const LoraLayer& layer : specs[s].patch->layers()) {
-      const std::vector<LayerPart> parts = resolver.Resolve(layer.name);
-      if (parts.empty()) continue;
-      RETURN_IF_ERROR(CheckShapes(specs[s].name, layer, parts, layout));
-      for (const LayerPart& part : parts) by_slot[part.weight.index].push_back({s, &layer, part});
-    }
-  }
-  if (by_slot.empty()) return nullptr;
   const bool direct = options.mode == PatchMode::kDirect;
+  ASSIGN_OR_RETURN(const Contributions contributions, Collect(weights.layout(), target, specs, /*on_host=*/direct));
+  if (contributions.empty()) return nullptr;
 
-  // Promise the memory before any of it is used.
   auto overlay = std::make_shared<Overlay>();
-  for (const auto& [index, contributions] : by_slot) {
-    const at::Tensor& base = weights[Slot{index}].data;
-    overlay->bytes_ += direct ? static_cast<int64_t>(base.nbytes())
-                              : SidecarRank(contributions) * (base.size(0) + base.size(1)) *
-                                    static_cast<int64_t>(c10::elementSize(options.compute));
+  int64_t uncached_bytes = 0;
+  for (const PatchSpec& spec : specs) uncached_bytes += spec.handle ? 0 : spec.patch->bytes();
+  if (options.cache != nullptr && uncached_bytes > 0) {
+    ASSIGN_OR_RETURN(overlay->uncached_patches_,
+                     options.cache->ram().Reserve(Ask(uncached_bytes, MemoryUse::kPatches, target, options)));
   }
-  if (options.device != nullptr) {
-    ASSIGN_OR_RETURN(overlay->reservation_,
-                     options.device->budget().Reserve({.bytes = overlay->bytes_,
-                                                       .owner = options.owner,
-                                                       .what = absl::StrCat("patches of ", target.component),
-                                                       .stop = options.stop}));
-  }
-
-  const c10::NoGradGuard no_grad;
-  std::vector<std::pair<int64_t, int64_t>> counts(specs.size());  // direct, sidecar tensors by spec
-  if (direct) {
-    overlay->merged_.resize(layout.tensors().size());
-  } else {
-    overlay->sidecars_.resize(layout.tensors().size());
-  }
-  for (const auto& [index, contributions] : by_slot) {
-    if (options.stop.stop_requested()) {
-      return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while patches were applied");
-    }
-    const at::Tensor& base = weights[Slot{index}].data;
-    if (direct) {
-      at::Tensor sum = base.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
-      for (const Contribution& c : contributions) {
-        sum.addmm_(ScaledUp(c, specs[c.spec].weight), c.layer->down.to(at::kFloat));
-        ++counts[c.spec].first;
-      }
-      overlay->merged_[static_cast<size_t>(index)] = sum.to(base.scalar_type());
-      continue;
-    }
-    std::vector<at::Tensor> downs;
-    std::vector<at::Tensor> ups;
-    for (const Contribution& c : contributions) {
-      downs.push_back(c.layer->down.to(options.compute));
-      ups.push_back(ScaledUp(c, specs[c.spec].weight));
-      ++counts[c.spec].second;
-    }
-    // A single down of the compute type would alias the patch; that is fine, the overlay holds its handle.
-    overlay->sidecars_[static_cast<size_t>(index)] = std::make_unique<Sidecar>(
-        Sidecar{downs.size() == 1 ? downs[0] : at::cat(downs, 0),
-                (ups.size() == 1 ? ups[0] : at::cat(ups, 1)).to(options.compute)});
-  }
+  RETURN_IF_ERROR(direct ? ApplyDirect(weights, target, specs, contributions, options, *overlay)
+                         : ApplySidecar(weights, target, contributions, options, *overlay));
   if (reports != nullptr) {
-    for (size_t s = 0; s < specs.size() && s < reports->size(); ++s) {
-      (*reports)[s].direct_tensors += counts[s].first;
-      (*reports)[s].sidecar_tensors += counts[s].second;
+    const auto counter = direct ? &PatchReport::direct_tensors : &PatchReport::sidecar_tensors;
+    for (const auto& [index, shares] : contributions) {
+      for (const Contribution& c : shares) {
+        if (c.spec < reports->size()) ++((*reports)[c.spec].*counter);
+      }
     }
   }
   overlay->specs_ = std::move(specs);

@@ -16,12 +16,17 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "absl/time/time.h"
 #include "cache/device.h"
+#include "cache/model_cache.h"
 #include "cache/weight_set.h"
 #include "patcher/overlay.h"
 #include "patcher/patch_target.h"
 
 namespace latentd {
+
+struct Contribution;
+using Contributions = std::map<int32_t, std::vector<Contribution>>;
 
 // How a patch meets its weight.
 //   direct   added to a copy of the weight: all deltas of a tensor summed in fp32, rounded once
@@ -33,9 +38,16 @@ enum class PatchMode { kAuto, kDirect, kSidecar };
 struct ApplyOptions {
   PatchMode mode = PatchMode::kAuto;
   at::ScalarType compute = at::kFloat;
-  Device* device = nullptr;  // whose budget the overlay's own tensors are charged to; null = uncharged
-  std::string owner = {};    // for that reservation
-  std::stop_token stop = {};  // checked per layer
+  Device* device = nullptr;  // where the overlay is used, and what it is charged to; null = host, uncharged
+  // Which blocks of the component are resident on the device (see WeightSet::device_block); empty = all.
+  std::vector<bool> resident = {};
+  // With a cache, merged weights are a record of it, under the component's key and the names of the patches:
+  // they are found again by whoever asks for the same set with the same weights.
+  ModelCache* cache = nullptr;
+  ModelKey component = {};  // key of the component's record; REQUIRED with a cache
+  std::string owner = {};   // of reservations and locks
+  absl::Time deadline = absl::InfiniteFuture();  // of waits for memory
+  std::stop_token stop = {};                     // checked per layer
 };
 
 // What became of one patch, for the client. Counts are layers of the file.
@@ -61,7 +73,7 @@ class LayerPatcher {
   static absl::StatusOr<PatchReport> Match(const ModelPatch& patch, const std::string& name, double weight,
                                            absl::Span<const PatchTarget> targets);
 
-  // Overlay of `specs` on the component that `target` describes. Layers for other components are left
+  // Overlay of `specs` on the component that `target` describes; `weights` are its weights in host memory. Layers for other components are left
   // alone; specs of weight 0 are held but change nothing. The specs are taken in order of name, so A+B and
   // B+A are one set. Returns null when nothing applies to this component, and then the specs end.
   // `reports`, when given, holds one report per spec in order of name; mode counts are added to it.
@@ -70,6 +82,14 @@ class LayerPatcher {
                                                               std::vector<PatchSpec> specs,
                                                               const ApplyOptions& options,
                                                               std::vector<PatchReport>* reports = nullptr);
+
+ private:
+  static absl::Status ApplyDirect(const WeightSet& weights, const PatchTarget& target,
+                                  const std::vector<PatchSpec>& specs, const Contributions& contributions,
+                                  const ApplyOptions& options, Overlay& overlay);
+  static absl::Status ApplySidecar(const WeightSet& weights, const PatchTarget& target,
+                                   const Contributions& contributions, const ApplyOptions& options,
+                                   Overlay& overlay);
 };
 
 }  // namespace latentd

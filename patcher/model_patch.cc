@@ -183,6 +183,9 @@ absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Load(std::shared_p
       patch->bytes_ += static_cast<int64_t>(t->nbytes());
     }
     context.Progress(patch->bytes_, total);
+    for (const at::Tensor& t : {layer.down, layer.up}) {
+      patch->device_bytes_ += PaddedBytes(static_cast<int64_t>(t.nbytes()));
+    }
     patch->layers_.push_back(std::move(layer));
   }
   RETURN_IF_ERROR(files->Check());
@@ -192,7 +195,8 @@ absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Load(std::shared_p
   return patch;
 }
 
-absl::StatusOr<std::shared_ptr<const Resource>> ModelPatch::CopyTo(Device& device, std::stop_token stop) const {
+absl::StatusOr<std::shared_ptr<const Resource>> ModelPatch::CopyTo(Device& device, const std::vector<bool>&,
+                                                                   const Resource*, std::stop_token stop) const {
   auto copy = std::make_shared<ModelPatch>(*this);
   copy->files_ = nullptr;
   for (LoraLayer& layer : copy->layers_) {

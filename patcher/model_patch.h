@@ -53,7 +53,10 @@ class ModelPatch : public Resource {
   const std::string& format() const { return format_; }
 
   int64_t bytes() const override { return bytes_; }
-  absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device& device, std::stop_token stop) const override;
+  absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device& device, const std::vector<bool>& resident,
+                                                         const Resource* have,
+                                                         std::stop_token stop) const override;
+  std::vector<ResourceBlock> device_blocks() const override { return {{device_bytes_, true}}; }
   absl::Status Check() const override { return files_ ? files_->Check() : absl::OkStatus(); }
 
  private:
@@ -62,6 +65,7 @@ class ModelPatch : public Resource {
   std::string format_;
   std::shared_ptr<const WeightFiles> files_;
   int64_t bytes_ = 0;
+  int64_t device_bytes_ = 0;
 };
 
 }  // namespace latentd

@@ -14,12 +14,13 @@
 #include "cache/component_layout.h"
 #include "cache/memory_budget.h"
 #include "cache/model_cache.h"
+#include "cache/weight_set.h"
 #include "patcher/model_patch.h"
 
 namespace latentd {
 
 // One patch to apply. The handle is empty only for a patch that is not in the cache; then `patch` alone
-// keeps it alive. `patch` is on the device that the overlay is for.
+// keeps it alive, and the overlay pays for it. `patch` is on the device that the overlay is for.
 struct PatchSpec {
   std::string name;  // what the client calls it; the canonical order of specs is by name
   std::shared_ptr<const ModelPatch> patch;
@@ -41,20 +42,27 @@ class Overlay {
   const Sidecar* sidecar(Slot slot) const {
     return sidecars_.empty() ? nullptr : sidecars_[static_cast<size_t>(slot.index)].get();
   }
-  const at::Tensor* merged(Slot slot) const {
-    if (merged_.empty()) return nullptr;
-    const at::Tensor& t = merged_[static_cast<size_t>(slot.index)];
-    return t.defined() ? &t : nullptr;
-  }
-  int64_t bytes() const { return bytes_; }
+  const at::Tensor* merged(Slot slot) const { return Find(merged_.get(), slot); }
+  // The same in host memory; where a block is streamed, this is what is copied in place of the base's.
+  const at::Tensor* merged_on_host(Slot slot) const { return Find(merged_on_host_.get(), slot); }
+
+  // Bytes that the overlay itself has promised; merged weights that are a record of the cache are not in it.
+  int64_t bytes() const { return reservation_.bytes(); }
 
  private:
   friend class LayerPatcher;
+  static const at::Tensor* Find(const WeightSet* weights, Slot slot) {
+    return weights != nullptr && weights->has(slot) ? &(*weights)[slot].data : nullptr;
+  }
+
+  // What tensors need is before them: it ends after them.
   std::vector<PatchSpec> specs_;
+  Reservation reservation_;          // of what is not in a record, on the device's budget
+  Reservation uncached_patches_;     // of patches without a handle, in host memory
+  LockHandle merged_record_;
+  DeviceLock merged_residency_;
+  std::shared_ptr<const WeightSet> merged_on_host_, merged_;
   std::vector<std::unique_ptr<Sidecar>> sidecars_;
-  std::vector<at::Tensor> merged_;
-  Reservation reservation_;  // of bytes_, on the device's budget
-  int64_t bytes_ = 0;
 };
 
 }  // namespace latentd

@@ -1,17 +1,19 @@
 #include "patcher/weight_view.h"
 
 #include "ATen/ATen.h"
+#include "cache/weight_stream.h"
 #include "patcher/overlay.h"
 
 namespace latentd {
 
-WeightView::WeightView(const WeightSet& base, const Overlay* overlay, at::ScalarType compute)
-    : base_(base), overlay_(overlay), compute_(compute) {
+WeightView::WeightView(const WeightSet& base, const Overlay* overlay, at::ScalarType compute, WeightStream* stream)
+    : base_(base), overlay_(overlay), compute_(compute), stream_(stream) {
   const auto& decls = base.layout().tensors();
   vectors_.resize(decls.size());
   for (size_t i = 0; i < decls.size(); ++i) {
+    if (decls[i].shape.size() != 1) continue;
     const at::Tensor& stored = Stored(Slot{static_cast<int32_t>(i)});
-    if (stored.dim() != 1 || Usable(stored)) continue;
+    if (Usable(stored)) continue;
     vectors_[i] = stored.to(compute_, /*non_blocking=*/false, /*copy=*/true);
   }
 }
@@ -20,7 +22,8 @@ const at::Tensor& WeightView::Stored(Slot slot) const {
   if (overlay_ != nullptr) {
     if (const at::Tensor* merged = overlay_->merged(slot)) return *merged;
   }
-  return base_[slot].data;
+  const at::Tensor& resident = base_[slot].data;
+  return resident.defined() || stream_ == nullptr ? resident : stream_->Get(slot);
 }
 
 at::Tensor WeightView::operator()(Slot slot) const {

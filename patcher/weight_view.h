@@ -4,7 +4,8 @@
 // copy, or the base with low-rank patches computed beside it, is the view's business. Nothing ever writes
 // to a base tensor.
 //
-// A view borrows: base and overlay must outlive it. One thread at a time (it owns a scratch buffer).
+// A view borrows: base, overlay and stream must outlive it. One thread at a time (it owns a scratch buffer).
+// Where blocks are streamed, a tensor is good until one of another block is asked for.
 #ifndef LATENTD_PATCHER_WEIGHT_VIEW_H_
 #define LATENTD_PATCHER_WEIGHT_VIEW_H_
 
@@ -16,12 +17,15 @@
 namespace latentd {
 
 class Overlay;
+class WeightStream;
 
 class WeightView {
  public:
   // `overlay` may be null: the base alone. `compute` is the type that the network computes in, apart from
-  // the type that weights are stored in: fp32 on a CPU.
-  WeightView(const WeightSet& base, const Overlay* overlay, at::ScalarType compute = at::kFloat);
+  // the type that weights are stored in: fp32 on a CPU. `stream` brings what `base` has not; null when it has
+  // everything.
+  WeightView(const WeightSet& base, const Overlay* overlay, at::ScalarType compute = at::kFloat,
+             WeightStream* stream = nullptr);
 
   at::ScalarType compute_type() const { return compute_; }
 
@@ -46,6 +50,7 @@ class WeightView {
   const WeightSet& base_;
   const Overlay* overlay_;
   at::ScalarType compute_;
+  WeightStream* const stream_;
   std::vector<at::Tensor> vectors_;  // by slot: vectors in the compute type, else undefined
   mutable at::Tensor scratch_;       // a weight on its way from storage to compute type
   mutable at::Tensor shaped_;

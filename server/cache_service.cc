@@ -1,22 +1,84 @@
 #include "server/cache_service.h"
 
-#include <set>
+#include <algorithm>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "google/protobuf/util/time_util.h"
 #include "server/unary.h"
 
 namespace latentd {
 namespace {
 
-const char* KindName(DeviceKind kind) {
-  switch (kind) {
-    case DeviceKind::kCpu: return "cpu";
-    case DeviceKind::kSim: return "sim";
-    case DeviceKind::kCuda: return "cuda";
+void CopyUses(const MemoryBudget::Stats& stats, google::protobuf::RepeatedPtrField<v1::MemoryUse>* uses) {
+  for (size_t i = 0; i < kMemoryUses; ++i) {
+    v1::MemoryUse& out = *uses->Add();
+    out.set_name(std::string(MemoryUseName(static_cast<MemoryUse>(i))));
+    out.set_in_use_bytes(stats.uses[i].in_use_bytes);
+    out.set_reserved_bytes(stats.uses[i].reserved_bytes);
   }
-  return "";
+}
+
+google::protobuf::Timestamp ToTimestamp(absl::Time time) {
+  return google::protobuf::util::TimeUtil::MillisecondsToTimestamp(absl::ToUnixMillis(time));
+}
+
+v1::CacheRecord ToProto(const RecordStats& record, absl::Time now) {
+  v1::CacheRecord out;
+  out.set_key(record.key.ToString());
+  out.set_kind(record.kind);
+  out.set_bytes(record.bytes);
+  out.set_lock_count(static_cast<int>(record.lock_count));
+  for (const std::string& holder : record.holders) out.add_holders(holder);
+  out.set_stale(record.stale);
+  out.set_use(std::string(MemoryUseName(record.use)));
+  out.set_load_ms(record.load_seconds * 1000);
+  const absl::Duration idle = record.lock_count > 0 ? absl::ZeroDuration() : now - record.last_used;
+  *out.mutable_idle() = google::protobuf::util::TimeUtil::MillisecondsToDuration(
+      std::max<int64_t>(0, absl::ToInt64Milliseconds(idle)));
+  for (const ResidencyStats& there : record.residency) {
+    v1::Residency& residency = *out.add_residency();
+    residency.set_device(there.device);
+    residency.set_bytes(there.bytes);
+    residency.set_full_bytes(there.full_bytes);
+    residency.set_lock_count(static_cast<int>(there.lock_count));
+  }
+  return out;
+}
+
+v1::RamBudget ToProto(const MemoryBudget::Stats& stats) {
+  v1::RamBudget out;
+  out.set_cap_bytes(stats.cap_bytes);
+  out.set_in_use_bytes(stats.in_use_bytes);
+  out.set_reserved_bytes(stats.reserved_bytes);
+  out.set_peak_bytes(stats.peak_bytes);
+  out.set_waiting(static_cast<int>(stats.waiting));
+  out.set_waits(stats.waits);
+  out.set_refused(stats.refused);
+  CopyUses(stats, out.mutable_uses());
+  return out;
+}
+
+v1::DeviceStats ToProto(const Device& device, const DeviceStats& stats) {
+  v1::DeviceStats out;
+  out.set_name(device.name());
+  out.set_kind(std::string(DeviceKindName(device.kind())));
+  out.set_cap_bytes(stats.budget.cap_bytes);
+  out.set_in_use_bytes(stats.budget.in_use_bytes);
+  out.set_reserved_bytes(stats.budget.reserved_bytes);
+  out.set_peak_bytes(stats.budget.peak_bytes);
+  out.set_waiting(static_cast<int>(stats.budget.waiting));
+  out.set_waits(stats.budget.waits);
+  out.set_refused(stats.budget.refused);
+  out.set_foreign_bytes(stats.budget.foreign_bytes);
+  CopyUses(stats.budget, out.mutable_uses());
+  out.set_allocated_bytes(stats.allocated_bytes);
+  out.set_residency_bytes(stats.residency_bytes);
+  out.set_copies(stats.copies);
+  out.set_copied_bytes(stats.copied_bytes);
+  out.set_offloads(stats.offloads);
+  out.set_streamed_locks(stats.streamed_locks);
+  return out;
 }
 
 }  // namespace
@@ -25,47 +87,32 @@ grpc::ServerUnaryReactor* CacheServiceImpl::GetCacheStats(grpc::CallbackServerCo
                                                           const v1::GetCacheStatsRequest*,
                                                           v1::GetCacheStatsResponse* response) {
   return OnWorker(core_, context, [=, this]() -> absl::Status {
+    const absl::Time now = absl::Now();
     const CacheStats stats = core_->cache->Stats();
-    for (const RecordStats& record : stats.records) {
-      v1::CacheRecord& out = *response->add_records();
-      out.set_key(record.key.ToString());
-      out.set_kind(record.kind);
-      out.set_bytes(record.bytes);
-      out.set_lock_count(static_cast<int>(record.lock_count));
-      for (const std::string& holder : record.holders) out.add_holders(holder);
-      out.set_stale(record.stale);
-      for (const ResidencyStats& there : record.residency) {
-        v1::Residency& residency = *out.add_residency();
-        residency.set_device(there.device);
-        residency.set_bytes(there.bytes);
-        residency.set_lock_count(static_cast<int>(there.lock_count));
-      }
-    }
-    v1::RamBudget& ram = *response->mutable_ram_budget();
-    ram.set_cap_bytes(stats.ram.cap_bytes);
-    ram.set_in_use_bytes(stats.ram.in_use_bytes);
-    ram.set_reserved_bytes(stats.ram.reserved_bytes);
-    ram.set_peak_bytes(stats.ram.peak_bytes);
-    ram.set_waiting(static_cast<int>(stats.ram.waiting));
-    ram.set_refused(stats.ram.refused);
+    for (const RecordStats& record : stats.records) *response->add_records() = ToProto(record, now);
+    *response->mutable_ram_budget() = ToProto(stats.ram);
     for (const auto& device : core_->devices) {
       auto it = stats.devices.find(device->name());
-      if (it == stats.devices.end()) continue;
-      v1::DeviceStats& out = *response->add_devices();
-      out.set_name(device->name());
-      out.set_kind(KindName(device->kind()));
-      out.set_cap_bytes(it->second.cap_bytes);
-      out.set_in_use_bytes(it->second.in_use_bytes);
-      out.set_reserved_bytes(it->second.reserved_bytes);
+      if (it != stats.devices.end()) *response->add_devices() = ToProto(*device, it->second);
     }
     response->set_record_bytes(stats.record_bytes);
+    response->set_leaving_bytes(stats.leaving_bytes);
+    response->set_unaccounted_bytes(stats.unaccounted_bytes());
     response->set_hits(stats.hits);
     response->set_misses(stats.misses);
     response->set_load_failures(stats.load_failures);
-    response->set_evictions(stats.evictions);
-    response->set_trimmed(stats.trimmed);
-    response->set_dropped(stats.dropped);
+    response->set_evictions(stats.evicted(EvictReason::kRoom));
+    response->set_trimmed(stats.evicted(EvictReason::kTrim));
+    response->set_dropped(stats.evicted(EvictReason::kDrop));
+    response->set_expired(stats.evicted(EvictReason::kKeepAlive));
     response->set_bytes_loaded(stats.bytes_loaded);
+    for (const Eviction& eviction : stats.recent_evictions) {
+      v1::Eviction& out = *response->add_recent_evictions();
+      out.set_key(eviction.key.ToString());
+      out.set_bytes(eviction.bytes);
+      out.set_reason(std::string(EvictReasonName(eviction.reason)));
+      *out.mutable_time() = ToTimestamp(eviction.time);
+    }
     return absl::OkStatus();
   });
 }
@@ -84,19 +131,8 @@ grpc::ServerUnaryReactor* CacheServiceImpl::DropModel(grpc::CallbackServerContex
                                                       const v1::DropModelRequest* request,
                                                       v1::DropModelResponse* response) {
   return OnWorker(core_, context, [=, this]() -> absl::Status {
-    const std::string& name = request->name();
     // Every generation of the files counts, those too that were replaced or removed since.
-    std::set<std::string> ids;
-    for (const RecordStats& record : core_->cache->Stats().records) {
-      if (absl::StartsWith(record.key.id, absl::StrCat(name, "@")) ||
-          absl::StartsWith(record.key.id, absl::StrCat("lora/", name, "@"))) {
-        ids.insert(record.key.id);
-      }
-    }
-    if (ids.empty() && !core_->catalog->Lora(name).ok()) {
-      auto model = core_->catalog->Model(name);
-      if (absl::IsNotFound(model.status())) return model.status();
-    }
+    ASSIGN_OR_RETURN(const std::vector<std::string> ids, core_->pins->Ids(request->name()));
     for (const std::string& id : ids) {
       const DropResult result = core_->cache->Drop({id, ""});
       response->set_evicted_records(response->evicted_records() + result.evicted_records);
@@ -104,6 +140,53 @@ grpc::ServerUnaryReactor* CacheServiceImpl::DropModel(grpc::CallbackServerContex
       response->set_stale_records(response->stale_records() + result.stale_records);
       response->set_stale_bytes(response->stale_bytes() + result.stale_bytes);
     }
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* CacheServiceImpl::LoadModel(grpc::CallbackServerContext* context,
+                                                      const v1::LoadModelRequest* request,
+                                                      v1::LoadModelResponse* response) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    RETURN_IF_ERROR(core_->CheckAccepting());
+    ASSIGN_OR_RETURN(const PinBoard::Loaded loaded,
+                     core_->pins->Load(request->name(), {request->components().begin(), request->components().end()},
+                                       request->device(), request->pin()));
+    for (const ModelKey& key : loaded.keys) response->add_keys(key.ToString());
+    response->set_bytes(loaded.bytes);
+    response->set_loaded_records(loaded.loaded_records);
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* CacheServiceImpl::UnloadModel(grpc::CallbackServerContext* context,
+                                                        const v1::UnloadModelRequest* request,
+                                                        v1::UnloadModelResponse* response) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    ASSIGN_OR_RETURN(const DropResult result, core_->pins->Unload(request->name()));
+    response->set_evicted_records(result.evicted_records);
+    response->set_evicted_bytes(result.evicted_bytes);
+    response->set_busy_records(result.busy_records);
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* CacheServiceImpl::SetCap(grpc::CallbackServerContext* context,
+                                                   const v1::SetCapRequest* request, v1::SetCapResponse* response) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    MemoryBudget* budget = request->budget() == core_->ram->name() ? core_->ram.get() : nullptr;
+    for (const auto& device : core_->devices) {
+      if (!device->uses_host_memory() && device->name() == request->budget()) budget = &device->budget();
+    }
+    if (budget == nullptr) {
+      return FieldError("budget", absl::StrCat("there is no '", request->budget(),
+                                               "'; it is \"ram\", or a device with memory of its own"));
+    }
+    if (request->cap_bytes() <= 0) return FieldError("cap_bytes", "must be above 0");
+    response->set_old_cap_bytes(budget->stats().cap_bytes);
+    budget->set_cap(request->cap_bytes());
+    const MemoryBudget::Stats stats = budget->stats();
+    response->set_in_use_bytes(stats.in_use_bytes + stats.reserved_bytes);
     return absl::OkStatus();
   });
 }

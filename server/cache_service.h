@@ -18,6 +18,14 @@ class CacheServiceImpl : public v1::CacheService::CallbackService {
   grpc::ServerUnaryReactor* DropModel(grpc::CallbackServerContext* context, const v1::DropModelRequest* request,
                                       v1::DropModelResponse* response) override;
 
+  grpc::ServerUnaryReactor* LoadModel(grpc::CallbackServerContext* context, const v1::LoadModelRequest* request,
+                                      v1::LoadModelResponse* response) override;
+  grpc::ServerUnaryReactor* UnloadModel(grpc::CallbackServerContext* context,
+                                        const v1::UnloadModelRequest* request,
+                                        v1::UnloadModelResponse* response) override;
+  grpc::ServerUnaryReactor* SetCap(grpc::CallbackServerContext* context, const v1::SetCapRequest* request,
+                                   v1::SetCapResponse* response) override;
+
  private:
   ServerCore* const core_;
 };

@@ -51,7 +51,8 @@ const std::vector<ConfigKey>& Table() {
       {"reflection", &Config::reflection, "Answer gRPC reflection, which grpcurl needs."},
       {"health", &Config::health, "Answer grpc.health.v1."},
       {"devices", &Config::devices,
-       "Where jobs run: cpu, or sim:N=SIZE for a pretended device with memory of its own."},
+       "Where jobs run: cpu; cuda:N, or cuda:N=SIZE with a cap; or sim:N=SIZE for a pretended device with memory "
+       "of its own, to which copies may have a bandwidth: sim:N=SIZE,bandwidth=SIZE (per second)."},
       {"threads_per_device", &Config::threads_per_device, "Threads that compute; auto: cores / devices.",
        Unit::kNone, 1, 1024, true},
       {"loader_threads", &Config::loader_threads, "Threads that read weight files.", Unit::kNone, 1, 64},
@@ -73,6 +74,23 @@ const std::vector<ConfigKey>& Table() {
        Unit::kBytes, kMiB, kAnySize, true},
       {"memory_wait_timeout", &Config::memory_wait_timeout,
        "How long a job waits for others to free memory."},
+      {"keep_alive", &Config::keep_alive,
+       "Models and LoRAs that nobody used for this long leave memory; never: they stay until room is needed.",
+       Unit::kNone, 0, 0, true},
+      {"residency",
+       &Config::residency,
+       "Weights on devices with memory of their own. auto: all of them where there is room beside the working "
+       "memory, else a part, and the rest is streamed; full: all or an error; stream: as little as possible.",
+       Unit::kNone,
+       0,
+       0,
+       false,
+       {"auto", "full", "stream"}},
+      {"ring_blocks", &Config::ring_blocks, "Blocks of weights that a device buffers while streaming.",
+       Unit::kNone, 2, 64},
+      {"state_dir", &Config::state_dir,
+       "Folder for what the server learns of memory and time; auto: systemd's, or ~/.local/state/latentd; "
+       "empty: nothing is kept."},
       {"session_idle_timeout", &Config::session_idle_timeout,
        "A session without a request for this long is closed."},
       {"session_max_age", &Config::session_max_age, "A session is closed at this age."},
@@ -149,6 +167,7 @@ std::string BytesText(int64_t bytes) {
 
 // "10m0s" → "10m".
 std::string DurationText(absl::Duration duration) {
+  if (duration == absl::InfiniteDuration()) return "never";
   std::string text = absl::FormatDuration(duration);
   for (absl::string_view zero : {"m0s", "h0m"}) {
     if (absl::EndsWith(text, zero)) text.resize(text.size() - 2);
@@ -202,9 +221,14 @@ struct SetFromText {
     return "";
   }
   std::string operator()(absl::Duration& value) const {
+    if (key.has_auto && texts.back() == "never") {
+      value = absl::InfiniteDuration();
+      return "";
+    }
     absl::Duration duration;
     if (!absl::ParseDuration(texts.back(), &duration) || duration <= absl::ZeroDuration()) {
-      return R"(is a time above zero, such as "30s", "10m" or "24h")";
+      return key.has_auto ? R"(is a time above zero, such as "30s" or "10m", or "never")"
+                          : R"(is a time above zero, such as "30s", "10m" or "24h")";
     }
     value = duration;
     return "";

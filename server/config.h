@@ -44,6 +44,10 @@ struct Config {
 
   int64_t ram_cap = 0;
   absl::Duration memory_wait_timeout = absl::Minutes(2);
+  absl::Duration keep_alive = absl::InfiniteDuration();
+  std::string residency = "auto";
+  int64_t ring_blocks = 2;
+  std::string state_dir = "auto";
 
   absl::Duration session_idle_timeout = absl::Minutes(10);
   absl::Duration session_max_age = absl::Hours(24);
@@ -73,7 +77,8 @@ struct ConfigKey {
   const char* help;
   Unit unit = Unit::kNone;                // of an int64_t
   int64_t min = 0, max = 0;               // of an int64_t, inclusive
-  bool has_auto = false;                  // an int64_t that may be "auto", which is 0 and may be written so
+  bool has_auto = false;                  // an int64_t that may be "auto", which is 0 and may be written so;
+                                          // a Duration that may be "never", which is infinite
   std::vector<std::string> choices = {};  // of a string; empty: any text
 };
 

@@ -11,8 +11,10 @@
 #include "google/protobuf/util/time_util.h"
 #include "server/grpc_errors.h"
 #include "server/params.h"
+#include "server/planner.h"
 #include "server/session_scope.h"
 #include "server/stream_writer.h"
+#include "server/unary.h"
 
 namespace latentd {
 namespace {
@@ -346,6 +348,15 @@ grpc::ServerBidiReactor<v1::SessionRequest, v1::SessionResponse>* DenoiseService
 grpc::ServerWriteReactor<v1::GenerateResponse>* DenoiseServiceImpl::Generate(grpc::CallbackServerContext* context,
                                                                              const v1::GenerateRequest* request) {
   return new GenerateReactor(core_, context, *request);
+}
+
+grpc::ServerUnaryReactor* DenoiseServiceImpl::Plan(grpc::CallbackServerContext* context,
+                                                   const v1::PlanRequest* request, v1::PlanResponse* response) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    RETURN_IF_ERROR(core_->CheckAccepting());
+    ASSIGN_OR_RETURN(*response, PlanJob(*core_, *request));
+    return absl::OkStatus();
+  });
 }
 
 }  // namespace latentd

@@ -18,6 +18,9 @@ class DenoiseServiceImpl : public v1::DenoiseService::CallbackService {
   grpc::ServerWriteReactor<v1::GenerateResponse>* Generate(grpc::CallbackServerContext* context,
                                                            const v1::GenerateRequest* request) override;
 
+  grpc::ServerUnaryReactor* Plan(grpc::CallbackServerContext* context, const v1::PlanRequest* request,
+                                 v1::PlanResponse* response) override;
+
  private:
   ServerCore* const core_;
 };

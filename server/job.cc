@@ -4,7 +4,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "server/conditioning_key.h"
 #include "server/image_codec.h"
+#include "server/measurements.h"
+#include "server/memory_meter.h"
 #include "server/params.h"
 #include "server/server_core.h"
 #include "server/sha256.h"
@@ -68,6 +71,11 @@ void Job::OnWorker(absl::Status (Job::*what)()) {
   });
 }
 
+std::string Job::device() const {
+  const Executor* home = home_;
+  return home == nullptr ? "" : home->device().name();
+}
+
 absl::Status Job::Prepare() {
   phase_ = v1::JobInfo::PHASE_LOADING;
   const Pipeline& pipeline = *setup_.model->pipeline;
@@ -75,7 +83,10 @@ absl::Status Job::Prepare() {
   RETURN_IF_ERROR(pipeline.Validate(params_));
   RETURN_IF_ERROR(CheckPixels(params_, core_->config));
   // What is kept for the echo needs no picture.
-  if (setup_.request.has_init_image()) setup_.request.mutable_init_image()->clear_data();
+  if (setup_.request.has_init_image()) {
+    setup_.request.mutable_init_image()->clear_data();
+    setup_.request_memory.ShrinkTo(static_cast<int64_t>(params_.init_image.nbytes()));
+  }
   steps_ = static_cast<int>(*params_.steps);
 
   for (const std::string& component : pipeline.EncoderComponents(params_)) {
@@ -84,62 +95,107 @@ absl::Status Job::Prepare() {
   if (params_.init_image.defined()) phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
   phases_.push_back({Kind::kDenoise, pipeline.denoiser_component()});
   phases_.push_back({Kind::kDecode, pipeline.decoder_component()});
-  executor_ = &core_->Place(*setup_.model);
+  home_ = &core_->Place(*setup_.model);
   return AcquirePhase();
 }
 
-absl::StatusOr<std::vector<PatchSpec>> Job::SpecsFor(const Component& component) {
-  std::vector<PatchSpec> specs;
-  if (!component.patch_target) return specs;
+ModelKey Job::CurrentConditioningKey() const {
+  const std::string& component = phases_[current_].component;
+  std::vector<std::pair<std::string, ConditioningSource>> named;
   for (const HeldLora& lora : *setup_.loras) {
-    PatchSpec spec;
-    spec.name = lora.name;
-    spec.weight = lora.weight;
-    spec.handle = lora.handle.Share();
-    spec.patch = std::static_pointer_cast<const ModelPatch>(spec.handle.resource());
-    const bool applies = lora.weight != 0 && lora.report.matched.count(component.name) != 0;
-    if (applies && !executor_->device().uses_host_memory()) {
-      ASSIGN_OR_RETURN(spec.residency,
-                       core_->cache->LockOnDevice(spec.handle, executor_->device(),
-                                                  {.owner = setup_.owner, .stop = stop_.get_token()}));
-      spec.patch = std::static_pointer_cast<const ModelPatch>(spec.residency.resource());
-    }
-    specs.push_back(std::move(spec));
+    if (lora.weight == 0 || lora.report.matched.count(component) == 0) continue;
+    named.push_back({lora.name, {lora.handle.key(), lora.weight}});
   }
-  return specs;
+  std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<ConditioningSource> sources;
+  for (auto& [name, source] : named) sources.push_back(std::move(source));
+  return ConditioningKey(*setup_.model, component, params_, sources, setup_.patch_mode);
+}
+
+bool Job::TakeCachedConditioning() {
+  const std::string& component = phases_[current_].component;
+  LockHandle handle = core_->cache->TryLock(CurrentConditioningKey(), setup_.owner);
+  if (!handle) return false;
+  for (const auto& [name, tensor] : handle.As<ConditioningRecord>().tensors()) conditioning_[name] = tensor;
+  conditioning_locks_.push_back(std::move(handle));
+  v1::PhaseReport report;
+  report.set_component(component);
+  report.set_cached(true);
+  phase_reports_.push_back(std::move(report));
+  return true;
+}
+
+absl::Status Job::KeepConditioning(Conditioning part, double seconds) {
+  for (const auto& [name, tensor] : part) conditioning_[name] = tensor;
+  std::vector<std::string> sources;
+  for (const HeldLora& lora : *setup_.loras) sources.push_back(lora.handle.key().id);
+  ASSIGN_OR_RETURN(LockHandle handle,
+                   core_->cache->Insert(CurrentConditioningKey(), "conditioning",
+                                        std::make_shared<const ConditioningRecord>(std::move(part)),
+                                        std::move(conditioning_memory_), seconds, setup_.owner, std::move(sources)));
+  conditioning_locks_.push_back(std::move(handle));
+  return absl::OkStatus();
+}
+
+void Job::BeginPhaseResources() {
+  const Phase& phase = phases_[current_];
+  const bool encodes_text = phase.kind == Kind::kEncode;
+  const bool can_tile = phase.kind == Kind::kDecode || phase.kind == Kind::kEncodeImage;
+  const v1::VaeTiling tiling = setup_.request.vae_tiling();
+  Executor& executor = encodes_text ? core_->PlaceEncoder(*setup_.model, phase.component, *home_.load()) : *home_.load();
+  phase_executor_ = &executor;
+  resources_ = std::make_unique<PhaseResources>(PhaseResources::Setup{
+      .core = core_,
+      .model = setup_.model.get(),
+      .component = phase.component,
+      .params = &params_,
+      .device = &executor.device(),
+      .loras = setup_.loras,
+      .patch_mode = setup_.patch_mode,
+      .owner = setup_.owner,
+      .stop = stop_.get_token(),
+      .may_tile = can_tile && (tiling == v1::VAE_TILING_WHEN_NEEDED || tiling == v1::VAE_TILING_ALWAYS),
+      .must_tile = can_tile && tiling == v1::VAE_TILING_ALWAYS,
+      .on_loading = [this, component = phase.component](int64_t done,
+                                                        int64_t total) { SendLoading(component, done, total); },
+      .on_adapted =
+          [this](v1::JobEvent::Adapted adapted) {
+            v1::JobEvent event;
+            *event.mutable_adapted() = std::move(adapted);
+            setup_.on_event(std::move(event));
+          }});
+  net_bytes_ = peak_bytes_ = slices_ = 0;
+  slice_seconds_ = 0;
 }
 
 absl::Status Job::AcquirePhase() {
+  RecordMeasurement();
+  while (resources_ == nullptr && phases_[current_].kind == Kind::kEncode && TakeCachedConditioning()) {
+    if (phases_[current_ + 1].kind != Kind::kEncode) SendEncoded();
+    ++current_;
+  }
   const Phase& phase = phases_[current_];
-  const Component& component = setup_.model->component(phase.component);
   const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
   Stopwatch watch([&](double ms) { timings_.set_load_ms(timings_.load_ms() + ms); });
-
-  const LockRequest request = setup_.model->ComponentRequest(phase.component);
-  ASSIGN_OR_RETURN(handle_, core_->cache->Lock(request.key, request.loader,
-                                               {.owner = setup_.owner,
-                                                .deadline = deadline,
-                                                .stop = stop_.get_token(),
-                                                .progress = [&](int64_t done, int64_t total) {
-                                                  SendLoading(phase.component, done, total);
-                                                }}));
-  ASSIGN_OR_RETURN(residency_, core_->cache->LockOnDevice(
-                                   handle_, executor_->device(),
-                                   {.owner = setup_.owner,
-                                    .working_bytes = setup_.model->pipeline->WorkingBytes(phase.component, params_),
-                                    .deadline = deadline,
-                                    .stop = stop_.get_token()}));
-  ASSIGN_OR_RETURN(std::vector<PatchSpec> specs, SpecsFor(component));
-  const auto& weights = residency_.As<WeightSet>();
-  if (!specs.empty()) {
-    ASSIGN_OR_RETURN(overlay_, LayerPatcher::Apply(weights, *component.patch_target, std::move(specs),
-                                                   {.mode = setup_.patch_mode,
-                                                    .device = &executor_->device(),
-                                                    .owner = setup_.owner,
-                                                    .stop = stop_.get_token()},
-                                                   &reports_));
+  auto promise = [&](int64_t bytes, MemoryUse use, const char* what) {
+    return core_->ram->Reserve({.bytes = bytes,
+                                .use = use,
+                                .owner = setup_.owner,
+                                .what = what,
+                                .deadline = deadline,
+                                .stop = stop_.get_token()});
+  };
+  if (phase.kind == Kind::kEncode && conditioning_memory_.bytes() == 0) {
+    const int64_t bytes = setup_.model->pipeline->ConditioningBytes(phase.component, params_);
+    ASSIGN_OR_RETURN(conditioning_memory_, promise(bytes, MemoryUse::kConditioning, "conditioning"));
   }
-  view_ = std::make_unique<WeightView>(weights, overlay_.get());
+  if (phase.kind == Kind::kDecode && picture_memory_.bytes() == 0) {
+    // Pixels, and the files that they become.
+    const int64_t bytes = 2 * 3 * *params_.width * *params_.height * static_cast<int64_t>(params_.seeds.size());
+    ASSIGN_OR_RETURN(picture_memory_, promise(bytes, MemoryUse::kImages, "pictures"));
+  }
+  if (resources_ == nullptr) BeginPhaseResources();
+  RETURN_IF_ERROR(resources_->Acquire(&reports_));
   SampleMemory();
   switch (phase.kind) {
     case Kind::kEncode:
@@ -147,7 +203,7 @@ absl::Status Job::AcquirePhase() {
     case Kind::kDenoise: phase_ = v1::JobInfo::PHASE_DENOISING; break;
     case Kind::kDecode: phase_ = v1::JobInfo::PHASE_DECODING; break;
   }
-  executor_->Submit(shared_from_this());
+  phase_executor_->Submit(shared_from_this());
   return absl::OkStatus();
 }
 
@@ -155,21 +211,36 @@ bool Job::RunSlice() {
   absl::Status status = StopReason();
   bool phase_over = false;
   if (status.ok()) {
+    std::optional<MemoryMeter> meter;
+    if (resources_->measures()) meter.emplace();
+    Stopwatch watch([&](double ms) { slice_seconds_ += ms / 1000; });
     status = GuardTensorCode("slice", [&]() -> absl::Status {
       ASSIGN_OR_RETURN(phase_over, RunPhaseSlice());
       // Bytes out of a file that was cut short meanwhile are not weights.
-      RETURN_IF_ERROR(handle_.resource()->Check());
+      RETURN_IF_ERROR(resources_->Check());
       for (const HeldLora& lora : *setup_.loras) RETURN_IF_ERROR(lora.handle.resource()->Check());
       return absl::OkStatus();
     });
+    if (meter) {
+      peak_bytes_ = std::max(peak_bytes_, net_bytes_ + meter->peak_bytes());
+      net_bytes_ += meter->net_bytes();
+    }
+    ++slices_;
     SampleMemory();
+  }
+  if (!status.ok() && IsOutOfMemory(status)) {
+    status = resources_->Adapt(status);
+    if (status.ok()) {  // once more, with less
+      OnWorker(&Job::AcquirePhase);
+      return false;
+    }
   }
   if (!status.ok()) {
     Finish(status);
     return false;
   }
   if (!phase_over) return true;
-  ReleasePhase();
+  EndPhase();
   if (++current_ < phases_.size()) {
     OnWorker(&Job::AcquirePhase);
   } else {
@@ -178,23 +249,27 @@ bool Job::RunSlice() {
   return false;
 }
 
+void Job::SendEncoded() {
+  v1::JobEvent event;
+  event.mutable_encoded();
+  setup_.on_event(std::move(event));
+}
+
 absl::StatusOr<bool> Job::RunPhaseSlice() {
   const Pipeline& pipeline = *setup_.model->pipeline;
   const Phase& phase = phases_[current_];
   switch (phase.kind) {
     case Kind::kEncode: {
       Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
-      RETURN_IF_ERROR(pipeline.Encode(phase.component, *view_, params_, conditioning_));
-      if (phases_[current_ + 1].kind != Kind::kEncode) {
-        v1::JobEvent event;
-        event.mutable_encoded();
-        setup_.on_event(std::move(event));
-      }
+      Conditioning part;
+      RETURN_IF_ERROR(pipeline.Encode(phase.component, resources_->view(), params_, part));
+      RETURN_IF_ERROR(KeepConditioning(std::move(part), watch.ms() / 1000));
+      if (phases_[current_ + 1].kind != Kind::kEncode) SendEncoded();
       return true;
     }
     case Kind::kEncodeImage: {
       Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
-      ASSIGN_OR_RETURN(init_latents_, pipeline.EncodeImage(*view_, params_));
+      ASSIGN_OR_RETURN(init_latents_, pipeline.EncodeImage(resources_->view(), params_, resources_->options()));
       return true;
     }
     case Kind::kDenoise: {
@@ -204,7 +279,7 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
         steps_ = static_cast<int>(denoiser_->step_count());
       }
       if (!denoiser_->done()) {
-        ASSIGN_OR_RETURN(StepReport report, denoiser_->Step(*view_));
+        ASSIGN_OR_RETURN(StepReport report, denoiser_->Step(resources_->view()));
         step_ = static_cast<int>(report.index);
         v1::JobEvent event;
         auto& step = *event.mutable_step();
@@ -225,7 +300,8 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
     case Kind::kDecode: {
       Stopwatch watch([&](double ms) { timings_.set_decode_ms(timings_.decode_ms() + ms); });
       const auto index = static_cast<int64_t>(pictures_.size());
-      ASSIGN_OR_RETURN(at::Tensor picture, pipeline.Decode(*view_, latents_.narrow(0, index, 1)));
+      ASSIGN_OR_RETURN(at::Tensor picture, pipeline.Decode(resources_->view(), latents_.narrow(0, index, 1),
+                                                           resources_->options()));
       pictures_.push_back(std::move(picture));
       return static_cast<int64_t>(pictures_.size()) == latents_.size(0);
     }
@@ -255,6 +331,7 @@ absl::Status Job::SendPreviews(int64_t step) {
 }
 
 absl::Status Job::EncodePictures() {
+  RecordMeasurement();
   for (size_t i = 0; i < pictures_.size(); ++i) {
     if (stop_.stop_requested()) return StopReason();
     const RgbImage image = ImageFromTensor(pictures_[i]);
@@ -289,6 +366,7 @@ absl::Status Job::EncodePictures() {
   done.set_peak_ram_bytes(peak_ram_bytes_);
   for (const PatchReport& report : reports_) *done.add_loras() = ReportToProto(report);
   *done.mutable_params() = EchoParams(setup_.request, params_);
+  for (const v1::PhaseReport& report : phase_reports_) *done.add_phases() = report;
   for (uint64_t seed : params_.seeds) done.add_seeds(seed);
   setup_.on_event(std::move(event));
   Finish(absl::OkStatus());
@@ -312,11 +390,21 @@ void Job::SampleMemory() {
   peak_ram_bytes_ = std::max(peak_ram_bytes_, stats.in_use_bytes + stats.reserved_bytes);
 }
 
-void Job::ReleasePhase() {
-  view_ = nullptr;
-  overlay_ = nullptr;
-  residency_.Release();
-  handle_.Release();
+void Job::EndPhase() {
+  v1::PhaseReport report = resources_->report();
+  report.set_working_peak_bytes(peak_bytes_);
+  phase_reports_.push_back(std::move(report));
+  if (slices_ > 0) {
+    measured_ = Measured{resources_->measurement_key(), peak_bytes_, slice_seconds_ / static_cast<double>(slices_)};
+  }
+  resources_ = nullptr;
+  if (phases_[current_].kind == Kind::kDenoise) conditioning_locks_.clear();
+}
+
+void Job::RecordMeasurement() {
+  if (!measured_) return;
+  core_->measurements->Record(measured_->key, measured_->working_bytes, measured_->seconds_per_slice);
+  measured_.reset();
 }
 
 void Job::Finish(absl::Status status) {
@@ -327,7 +415,12 @@ void Job::Finish(absl::Status status) {
   latents_.reset();
   init_latents_.reset();
   pictures_.clear();
-  ReleasePhase();
+  params_.init_image.reset();
+  resources_ = nullptr;
+  conditioning_locks_.clear();
+  conditioning_memory_.Release();
+  picture_memory_.Release();
+  setup_.request_memory.Release();
   if (status.ok()) {
     spdlog::info("job done session={} job={} steps={} total_ms={:.0f}", setup_.owner, setup_.job_id, steps_.load(),
                  timings_.total_ms());

@@ -16,6 +16,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stop_token>
 #include <string>
 #include <vector>
@@ -31,24 +32,18 @@
 #include "patcher/layer_patcher.h"
 #include "server/catalog.h"
 #include "server/executor.h"
+#include "server/phase_resources.h"
 
 namespace latentd {
 
 struct ServerCore;
-
-// A LoRA that a session holds.
-struct HeldLora {
-  std::string name;
-  double weight = 1;
-  LockHandle handle;
-  PatchReport report;
-};
 
 struct JobSetup {
   std::string job_id;
   std::string owner;  // the session: holder of all locks
   std::shared_ptr<const OpenModel> model;
   v1::GenerateParams request;
+  Reservation request_memory;  // of the pictures in `request`, if there are any
   const std::vector<HeldLora>* loras = nullptr;  // unchanged and alive until on_end
   PatchMode patch_mode = PatchMode::kAuto;
   int priority = 0;
@@ -70,6 +65,8 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   void Cancel(absl::Status why);
 
   v1::JobInfo::Phase phase() const { return phase_; }
+  // Where it denoises; empty until that is decided.
+  std::string device() const;
   int step() const { return step_; }
   int steps() const { return steps_; }
 
@@ -93,8 +90,16 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   absl::StatusOr<bool> RunPhaseSlice();
   absl::Status SendPreviews(int64_t step);
 
-  void ReleasePhase();
-  absl::StatusOr<std::vector<PatchSpec>> SpecsFor(const Component& component);
+  // Takes the conditioning of the current phase's encoder from the cache; false when it is not there.
+  bool TakeCachedConditioning();
+  absl::Status KeepConditioning(Conditioning part, double seconds);
+  ModelKey CurrentConditioningKey() const;
+
+  void SendEncoded();
+  void BeginPhaseResources();
+  // Writes down what the phase took, and lets it go.
+  void EndPhase();
+  void RecordMeasurement();
   void Finish(absl::Status status);
   absl::Status StopReason() const;
   void SendLoading(const std::string& component, int64_t done, int64_t total);
@@ -102,7 +107,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
 
   ServerCore* const core_;
   JobSetup setup_;
-  Executor* executor_ = nullptr;
+  std::atomic<Executor*> home_ = nullptr;  // where it denoises
   std::stop_source stop_;
   mutable Mutex mu_;
   absl::Status cancel_status_ ABSL_GUARDED_BY(mu_);
@@ -114,17 +119,28 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   size_t current_ = 0;
   std::vector<PatchReport> reports_;
   Conditioning conditioning_;
+  std::vector<LockHandle> conditioning_locks_;  // of what is a record
+  Reservation conditioning_memory_;             // of the encoder that runs
+  Reservation picture_memory_;                  // of pictures on their way out
   at::Tensor init_latents_;
   at::Tensor latents_;
   std::unique_ptr<Denoiser> denoiser_;
   std::vector<at::Tensor> pictures_;  // uint8 [H, W, 3]
 
-  // Of the current phase. Declared so that what borrows goes first.
-  LockHandle handle_;
-  DeviceLock residency_;
-  std::shared_ptr<const Overlay> overlay_;
-  std::unique_ptr<WeightView> view_;
+  // Of the current phase.
+  std::unique_ptr<PhaseResources> resources_;
+  Executor* phase_executor_ = nullptr;
+  int64_t net_bytes_ = 0, peak_bytes_ = 0;  // measured, where that is wanted
+  double slice_seconds_ = 0;
+  int64_t slices_ = 0;
+  struct Measured {
+    std::string key;
+    int64_t working_bytes;
+    double seconds_per_slice;
+  };
+  std::optional<Measured> measured_;  // of the last phase, to be written down on a worker
 
+  std::vector<v1::PhaseReport> phase_reports_;
   v1::Timings timings_;
   int64_t peak_ram_bytes_ = 0;
   absl::Time last_loading_event_ = absl::InfinitePast();

@@ -1,7 +1,9 @@
 #include "server/server_core.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -49,6 +51,8 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& con
   if (devices.empty()) return absl::InvalidArgumentError("no device is configured");
   core->cache = std::make_unique<ModelCache>(core->ram.get(), devices);
   core->catalog = std::make_unique<Catalog>(config.model_roots, config.lora_roots);
+  core->measurements = std::make_unique<Measurements>(StateFolder(config));
+  core->pins = std::make_unique<PinBoard>(core.get());
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   const int threads = config.threads_per_device > 0 ? static_cast<int>(config.threads_per_device)
                                                     : std::max(1, cores / static_cast<int>(devices.size()));
@@ -60,18 +64,52 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& con
   return core;
 }
 
+std::string StateFolder(const Config& config) {
+  if (config.state_dir != "auto") return config.state_dir;
+  auto variable = [](const char* name) {
+    const char* value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  // systemd's own comes first; it may name several.
+  if (const std::string given = variable("STATE_DIRECTORY"); !given.empty()) return given.substr(0, given.find(':'));
+  if (const std::string xdg = variable("XDG_STATE_HOME"); !xdg.empty()) return absl::StrCat(xdg, "/latentd");
+  if (const std::string home = variable("HOME"); !home.empty()) return absl::StrCat(home, "/.local/state/latentd");
+  return "";
+}
+
 ServerCore::~ServerCore() {
   if (sessions != nullptr) sessions->Drain(absl::InfinitePast());
 }
 
+namespace {
+
+// Names of the devices that have a copy of a record.
+std::set<std::string> DevicesWith(const ModelCache& cache, const ModelKey& key) {
+  std::set<std::string> names;
+  for (const RecordStats& record : cache.Stats().records) {
+    if (!(record.key == key)) continue;
+    for (const ResidencyStats& there : record.residency) names.insert(there.device);
+  }
+  return names;
+}
+
+}  // namespace
+
+Executor& ServerCore::PlaceEncoder(const OpenModel& model, const std::string& component, Executor& home) {
+  if (executors.size() == 1 || home.load() == 0) return home;
+  const std::set<std::string> holds = DevicesWith(*cache, {model.id, component});
+  Executor* idle = nullptr;
+  for (const auto& executor : executors) {
+    if (executor->load() > 0) continue;
+    if (executor->device().uses_host_memory() || holds.count(executor->device().name()) != 0) return *executor;
+    if (idle == nullptr) idle = executor.get();
+  }
+  return idle == nullptr ? home : *idle;
+}
+
 Executor& ServerCore::Place(const OpenModel& model) {
   if (executors.size() == 1) return *executors[0];
-  const ModelKey key{model.id, model.pipeline->denoiser_component()};
-  std::map<std::string, bool> holds;
-  for (const RecordStats& record : cache->Stats().records) {
-    if (!(record.key == key)) continue;
-    for (const ResidencyStats& there : record.residency) holds[there.device] = true;
-  }
+  const std::set<std::string> holds = DevicesWith(*cache, {model.id, model.pipeline->denoiser_component()});
   auto cost = [&](const std::unique_ptr<Executor>& e) {
     const bool there = e->device().uses_host_memory() || holds.count(e->device().name()) != 0;
     return std::make_pair(e->load() + (there ? 0 : 1), there ? 0 : 1);

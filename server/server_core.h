@@ -15,6 +15,8 @@
 #include "server/catalog.h"
 #include "server/config.h"
 #include "server/executor.h"
+#include "server/measurements.h"
+#include "server/pin_board.h"
 #include "server/worker_pool.h"
 
 namespace latentd {
@@ -31,6 +33,10 @@ struct ServerCore {
   // The executor for a job on this model: one whose device holds the denoiser, else the least loaded.
   Executor& Place(const OpenModel& model);
 
+  // The executor for a text encoder of a job that denoises on `home`: an idle one, best one whose device has
+  // the encoder; else `home`.
+  Executor& PlaceEncoder(const OpenModel& model, const std::string& component, Executor& home);
+
   // UNAVAILABLE SERVER_DRAINING while going down.
   absl::Status CheckAccepting() const;
 
@@ -44,6 +50,8 @@ struct ServerCore {
   std::vector<std::unique_ptr<Device>> devices;
   std::unique_ptr<ModelCache> cache;
   std::unique_ptr<Catalog> catalog;
+  std::unique_ptr<Measurements> measurements;
+  std::unique_ptr<PinBoard> pins;
   std::vector<std::unique_ptr<Executor>> executors;  // one per device, same order
   std::unique_ptr<WorkerPool> workers;
   std::unique_ptr<SessionRegistry> sessions;
@@ -51,6 +59,9 @@ struct ServerCore {
 
 // "auto" of the config: half of the machine's RAM and what goes with it; see machine_memory.h.
 PatchMode DefaultPatchMode(const Config& config);
+
+// Where the server keeps what it learns: the config's state_dir, "auto" resolved. Empty: nowhere.
+std::string StateFolder(const Config& config);
 
 // 128 random bits as 32 hex digits.
 std::string RandomId();

@@ -20,7 +20,7 @@ grpc::ServerUnaryReactor* ServerServiceImpl::GetServerInfo(grpc::CallbackServerC
       const Device& device = executor->device();
       v1::DeviceInfo& out = *response->add_devices();
       out.set_name(device.name());
-      out.set_kind(device.kind() == DeviceKind::kCpu ? "cpu" : device.kind() == DeviceKind::kSim ? "sim" : "cuda");
+      out.set_kind(std::string(DeviceKindName(device.kind())));
       out.set_memory_bytes(device.uses_host_memory() ? 0 : device.budget().stats().cap_bytes);
       out.set_threads(executor->threads());
     }

@@ -4,13 +4,12 @@
 #include "server/session_scope.h"
 
 #include <algorithm>
-#include <cmath>
-#include <set>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "cache/error.h"
 #include "google/protobuf/util/time_util.h"
+#include "server/lora_set.h"
 #include "server/params.h"
 #include "server/tensor_guard.h"
 #include "spdlog/spdlog.h"
@@ -18,7 +17,6 @@
 namespace latentd {
 namespace {
 
-constexpr size_t kMaxLoras = 64;
 constexpr absl::Duration kStallLimit = absl::Minutes(2);
 
 absl::Status JobNotFound(const std::string& job_id) {
@@ -28,16 +26,6 @@ absl::Status JobNotFound(const std::string& job_id) {
 }
 
 absl::Status Cancelled() { return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled"); }
-
-absl::StatusOr<PatchMode> ModeFromProto(v1::PatchMode mode, const Config& config) {
-  switch (mode) {
-    case v1::PATCH_MODE_UNSPECIFIED: return DefaultPatchMode(config);
-    case v1::PATCH_MODE_AUTO: return PatchMode::kAuto;
-    case v1::PATCH_MODE_DIRECT: return PatchMode::kDirect;
-    case v1::PATCH_MODE_SIDECAR: return PatchMode::kSidecar;
-    default: return FieldError("patch_mode", absl::StrCat("unknown value ", static_cast<int>(mode)));
-  }
-}
 
 std::vector<PatchReport> Reports(const std::vector<HeldLora>& loras) {
   std::vector<PatchReport> reports;
@@ -97,13 +85,20 @@ absl::Status SessionScope::Admit(const std::string& job_id) {
 
 void SessionScope::Denoise(std::string request_id, std::string job_id, v1::GenerateParams params) {
   absl::Status admitted;
+  Reservation memory;
+  if (const auto bytes = static_cast<int64_t>(params.init_image().data().size()); bytes > 0) {
+    auto promised = core_->ram->TryReserve(
+        {.bytes = bytes, .use = MemoryUse::kImages, .owner = id_, .what = "pictures of a request"});
+    admitted = promised.status();
+    if (promised.ok()) memory = std::move(*promised);
+  }
   int position = 0;
   {
     MutexLock lock(&mu_);
     if (ending_ || ended_) return;
     last_active_ = absl::Now();
     if (job_id.empty()) job_id = absl::StrCat("job-", next_job_++);
-    admitted = Admit(job_id);
+    if (admitted.ok()) admitted = Admit(job_id);
     if (admitted.ok()) {
       position = static_cast<int>(core_->queued_jobs.load()) - 1;
       Request request;
@@ -111,6 +106,7 @@ void SessionScope::Denoise(std::string request_id, std::string job_id, v1::Gener
       request.request_id = request_id;
       request.job_id = job_id;
       request.params = std::move(params);
+      request.memory = std::move(memory);
       request.created = absl::Now();
       request.announced = false;
       queue_.push_back(std::move(request));
@@ -231,8 +227,8 @@ void SessionScope::Pump() {
     job_->Start();
     return;
   }
-  core_->workers->Submit([self = shared_from_this(), request = current_] {
-    request.kind == Request::Kind::kOpen ? self->RunOpen(request) : self->RunSetLoras(request);
+  core_->workers->Submit([self = shared_from_this(), request = std::make_shared<const Request>(std::move(current_))] {
+    request->kind == Request::Kind::kOpen ? self->RunOpen(*request) : self->RunSetLoras(*request);
   });
 }
 
@@ -248,21 +244,12 @@ void SessionScope::RequestDone() {
 
 absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<v1::LoraRef>& refs,
                                                               const OpenModel& model) {
-  if (refs.size() > kMaxLoras) return FieldError("loras", absl::StrCat("at most ", kMaxLoras, " at once"));
+  ASSIGN_OR_RETURN(std::vector<LoraChoice> choices, ResolveLoras(refs, *core_->catalog));
   std::vector<HeldLora> held;
   std::vector<LockRequest> requests;
-  std::set<std::string> names;
-  for (const v1::LoraRef& ref : refs) {
-    const double weight = ref.has_weight() ? ref.weight() : 1.0;
-    if (!std::isfinite(weight)) return FieldError("loras.weight", absl::StrCat("of ", ref.name(), " is not finite"));
-    if (std::abs(weight) > 1000) return FieldError("loras.weight", absl::StrCat("of ", ref.name(), " is beyond ±1000"));
-    if (!names.insert(ref.name()).second) {
-      return FieldError("loras.name", absl::StrCat("'", ref.name(), "' is given twice; add the weights"));
-    }
-    ASSIGN_OR_RETURN(LoraFile file, core_->catalog->Lora(ref.name()));
-    ASSIGN_OR_RETURN(LockRequest request, file.Request());
-    requests.push_back(std::move(request));
-    held.push_back({ref.name(), weight, {}, {}});
+  for (LoraChoice& choice : choices) {
+    requests.push_back(std::move(choice.request));
+    held.push_back({choice.name, choice.weight, {}, {}});
   }
   ASSIGN_OR_RETURN(std::vector<LockHandle> handles,
                    core_->cache->LockAll(requests, {.owner = id_,
@@ -282,7 +269,7 @@ absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<
 
 void SessionScope::RunOpen(const Request& request) {
   absl::Status status = GuardTensorCode("open", [&]() -> absl::Status {
-    ASSIGN_OR_RETURN(patch_mode_, ModeFromProto(request.patch_mode, core_->config));
+    ASSIGN_OR_RETURN(patch_mode_, PatchModeFromProto(request.patch_mode, core_->config));
     std::string name = open_.model.empty() ? core_->config.default_model : open_.model;
     if (name.empty()) return FieldError("model", "no model was named, and this server has no default");
     ASSIGN_OR_RETURN(model_, core_->catalog->Model(name));
@@ -308,7 +295,7 @@ void SessionScope::RunSetLoras(const Request& request) {
   PatchMode mode = patch_mode_;
   absl::Status status = GuardTensorCode("set_loras", [&]() -> absl::Status {
     if (request.patch_mode != v1::PATCH_MODE_UNSPECIFIED) {
-      ASSIGN_OR_RETURN(mode, ModeFromProto(request.patch_mode, core_->config));
+      ASSIGN_OR_RETURN(mode, PatchModeFromProto(request.patch_mode, core_->config));
     }
     ASSIGN_OR_RETURN(fresh, LockLoras(request.loras, *model_));
     return absl::OkStatus();
@@ -334,6 +321,7 @@ std::shared_ptr<Job> SessionScope::MakeJob(Request& request) {
   setup.owner = id_;
   setup.model = model_;
   setup.request = std::move(request.params);
+  setup.request_memory = std::move(request.memory);
   setup.loras = &loras_;
   setup.patch_mode = patch_mode_;
   setup.priority = open_.priority;
@@ -430,6 +418,7 @@ v1::SessionInfo SessionScope::Info() const {
     if (job != nullptr) {
       out.set_step(job->step());
       out.set_steps(job->steps());
+      out.set_device(job->device());
     }
     *out.mutable_age() = ToProto(now - request.created);
   };
@@ -541,6 +530,7 @@ void SessionRegistry::Watch() {
     mu_.Unlock();
     const absl::Time now = absl::Now();
     for (const auto& scope : All()) scope->Tick(now);
+    core_->cache->EvictUnusedSince(now - core_->config.keep_alive);
     mu_.Lock();
   }
 }

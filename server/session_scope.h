@@ -102,6 +102,7 @@ class SessionScope : public std::enable_shared_from_this<SessionScope> {
     std::vector<v1::LoraRef> loras;
     v1::PatchMode patch_mode = v1::PATCH_MODE_UNSPECIFIED;
     v1::GenerateParams params;
+    Reservation memory;  // of the pictures in `params`
     absl::Time created;
     bool announced = true;  // false until the client was told that the job is queued; not started before
   };

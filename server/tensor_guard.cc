@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "c10/util/Exception.h"
 #include "cache/error.h"
+#include "cache/weight_stream.h"
 #include "spdlog/spdlog.h"
 
 namespace latentd {
@@ -23,6 +24,8 @@ absl::Status GuardTensorCode(absl::string_view where, const std::function<absl::
   std::string text;
   try {
     return code();
+  } catch (const StatusError& e) {
+    return e.status();
   } catch (const c10::OutOfMemoryError& e) {
     spdlog::error("out of memory in {}: {}", std::string(where), e.what_without_backtrace());
     return OutOfMemory();

@@ -239,8 +239,23 @@ absl::Status FluxPipeline::Encode(const std::string& component, const WeightView
   return absl::OkStatus();
 }
 
-absl::StatusOr<at::Tensor> FluxPipeline::EncodeImage(const WeightView& weights,
-                                                     const GenerateParams& params) const {
+std::string FluxPipeline::EncodeKey(const std::string& component, const GenerateParams& params) const {
+  // Lengths stand before texts, so that no two pairs of texts read alike.
+  std::string key = absl::StrCat(params.prompt.size(), ":", params.prompt);
+  if (UsesNegative(params)) absl::StrAppend(&key, "|", params.negative_prompt->size(), ":", *params.negative_prompt);
+  if (component == "text_encoder_2") absl::StrAppend(&key, "|", *params.max_sequence_length);
+  return key;
+}
+
+int64_t FluxPipeline::ConditioningBytes(const std::string& component, const GenerateParams& params) const {
+  const int64_t prompts = UsesNegative(params) ? 2 : 1;
+  const int64_t floats = component == "text_encoder" ? parts_.clip->config().dim
+                                                     : *params.max_sequence_length * parts_.t5->config().dim;
+  return prompts * floats * int64_t{sizeof(float)};
+}
+
+absl::StatusOr<at::Tensor> FluxPipeline::EncodeImage(const WeightView& weights, const GenerateParams& params,
+                                                     const PhaseOptions& options) const {
   c10::InferenceMode inference;
   const at::Tensor source = params.init_image.contiguous();
   std::vector<uint8_t> pixels = ResizeLanczos(source.const_data_ptr<uint8_t>(), source.size(1),
@@ -248,7 +263,7 @@ absl::StatusOr<at::Tensor> FluxPipeline::EncodeImage(const WeightView& weights,
   const at::Tensor bytes = at::from_blob(pixels.data(), {*params.height, *params.width, 3}, at::kByte);
   const at::Tensor picture =
       bytes.to(weights.compute_type()).div_(255).mul_(2).sub_(1).permute({2, 0, 1}).unsqueeze(0).contiguous();
-  const AutoencoderKl::Posterior posterior = parts_.vae->Encode(weights, picture);
+  const AutoencoderKl::Posterior posterior = parts_.vae->Encode(weights, picture, options.tile);
   std::vector<at::Tensor> samples;
   for (uint64_t seed : params.seeds) {
     samples.push_back(posterior.Sample(DrawNoise(seed, posterior.mean.sizes().vec())[0]));
@@ -296,9 +311,20 @@ absl::StatusOr<std::unique_ptr<Denoiser>> FluxPipeline::Begin(const GeneratePara
                                         std::move(prompts), params, shape[2], shape[3]);
 }
 
-absl::StatusOr<at::Tensor> FluxPipeline::Decode(const WeightView& weights, const at::Tensor& latents) const {
+int64_t FluxPipeline::SmallerTile(const GenerateParams& params, int64_t tile) const {
+  // Powers of two from the largest below the picture down to what can still be cut and blended.
+  const int64_t smallest = 4 * parts_.vae->config().scale();
+  const int64_t below = tile == 0 ? std::max(*params.width, *params.height) : tile;
+  int64_t next = smallest;
+  while (next * 2 < below) next *= 2;
+  return next < below ? next : 0;
+}
+
+absl::StatusOr<at::Tensor> FluxPipeline::Decode(const WeightView& weights, const at::Tensor& latents,
+                                                const PhaseOptions& options) const {
   c10::InferenceMode inference;
-  at::Tensor picture = parts_.vae->Decode(weights, parts_.vae->FromModel(latents.to(weights.compute_type())));
+  at::Tensor picture = parts_.vae->Decode(weights, parts_.vae->FromModel(latents.to(weights.compute_type())),
+                                         options.tile);
   picture = picture.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_();
   return picture.squeeze(0).permute({1, 2, 0}).to(at::kByte).contiguous();
 }
@@ -311,14 +337,15 @@ at::Tensor FluxPipeline::Preview(const at::Tensor& latents) const {
   return rgb.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_().to(at::kByte).contiguous();
 }
 
-int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateParams& params) const {
+int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateParams& params,
+                                   const PhaseOptions& options) const {
   constexpr int64_t kSlackBytes = 8 << 20;
   const std::vector<int64_t> shape = LatentShape(params);
   const auto pictures = static_cast<int64_t>(params.seeds.size());
   const int64_t latent_bytes = shape[1] * shape[2] * shape[3] * pictures * int64_t{sizeof(float)};
   if (component == "vae") {
-    return latent_bytes + std::max(parts_.vae->EncodeBytes(*params.width, *params.height),
-                                   parts_.vae->DecodeBytes(*params.width, *params.height));
+    return latent_bytes + std::max(parts_.vae->EncodeBytes(*params.width, *params.height, options.tile),
+                                   parts_.vae->DecodeBytes(*params.width, *params.height, options.tile));
   }
   if (component == "transformer") {
     // Two of the latents of all pictures while a step is made, twice the prompt with a negative one.

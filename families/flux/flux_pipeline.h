@@ -57,19 +57,24 @@ class FluxPipeline : public Pipeline {
   std::vector<std::string> EncoderComponents(const GenerateParams& params) const override;
   absl::Status Encode(const std::string& component, const WeightView& weights, const GenerateParams& params,
                       Conditioning& conditioning) const override;
+  std::string EncodeKey(const std::string& component, const GenerateParams& params) const override;
+  int64_t ConditioningBytes(const std::string& component, const GenerateParams& params) const override;
 
   std::string image_encoder_component() const override { return "vae"; }
-  absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights,
-                                         const GenerateParams& params) const override;
+  absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params,
+                                         const PhaseOptions& options) const override;
 
   std::string denoiser_component() const override { return "transformer"; }
   absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params, Conditioning conditioning,
                                                   at::Tensor init_latents) const override;
 
   std::string decoder_component() const override { return "vae"; }
-  absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents) const override;
+  absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
+                                    const PhaseOptions& options) const override;
+  int64_t SmallerTile(const GenerateParams& params, int64_t tile) const override;
   at::Tensor Preview(const at::Tensor& latents) const override;
-  int64_t WorkingBytes(const std::string& component, const GenerateParams& params) const override;
+  int64_t WorkingBytes(const std::string& component, const GenerateParams& params,
+                       const PhaseOptions& options) const override;
 
   const FluxParts& parts() const { return parts_; }
 

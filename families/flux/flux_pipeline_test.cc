@@ -130,9 +130,9 @@ TEST(FluxPipelineTest, WorkingBytesGrowWithWhatIsAsked) {
   ASSERT_TRUE(pipeline.Validate(small).ok());
   ASSERT_TRUE(pipeline.Validate(large).ok());
   for (const char* component : {"transformer", "vae", "text_encoder_2"}) {
-    EXPECT_GT(pipeline.WorkingBytes(component, large), pipeline.WorkingBytes(component, small)) << component;
+    EXPECT_GT(pipeline.WorkingBytes(component, large, {}), pipeline.WorkingBytes(component, small, {})) << component;
   }
-  EXPECT_GT(pipeline.WorkingBytes("text_encoder", small), 0);
+  EXPECT_GT(pipeline.WorkingBytes("text_encoder", small, {}), 0);
 }
 
 TEST(FluxPipelineTest, WithoutFactorsThereIsNoPreview) {

@@ -158,7 +158,7 @@ void FluxSingleBlock::operator()(const WeightView& w, FluxTokens& tokens, const 
 FluxTransformer::FluxTransformer(const FluxConfig& config) : config_(config) {
   auto layout = std::make_shared<ComponentLayout>();
   const int64_t dim = config.dim();
-  layout->BeginBlock("embedders");
+  layout->BeginBlock("embedders", ComponentLayout::Residency::kStays);
   x_embedder_ = Linear::Describe(*layout, "x_embedder", config.in_channels, dim);
   context_embedder_ = Linear::Describe(*layout, "context_embedder", config.text_dim, dim);
   time_embedder_ = EmbedderMlp::Describe(*layout, "time_text_embed.timestep_embedder", kSinusoidDim, dim);
@@ -175,7 +175,7 @@ FluxTransformer::FluxTransformer(const FluxConfig& config) : config_(config) {
     single_blocks_.push_back(
         FluxSingleBlock::Describe(*layout, absl::StrCat("single_transformer_blocks.", i), config));
   }
-  layout->BeginBlock("output");
+  layout->BeginBlock("output", ComponentLayout::Residency::kStays);
   norm_out_ = DescribeModulation(*layout, "norm_out.linear", dim, 2);
   proj_out_ = Linear::Describe(*layout, "proj_out", dim, config.out_channels);
   layout_ = std::move(layout);

@@ -46,7 +46,7 @@ absl::StatusOr<ClipTextConfig> ClipTextConfig::Load(const std::string& path) {
 
 ClipTextModel::ClipTextModel(const ClipTextConfig& config) : config_(config) {
   auto layout = std::make_shared<ComponentLayout>();
-  layout->BeginBlock("embeddings");
+  layout->BeginBlock("embeddings", ComponentLayout::Residency::kStays);
   tokens_ = Embedding::Describe(*layout, "embeddings.token_embedding", config.vocabulary, config.dim);
   positions_ = Embedding::Describe(*layout, "embeddings.position_embedding", config.positions, config.dim);
   for (int64_t i = 0; i < config.layers; ++i) {
@@ -64,7 +64,7 @@ ClipTextModel::ClipTextModel(const ClipTextConfig& config) : config_(config) {
     layer.mlp.activation = config.activation;
     layers_.push_back(layer);
   }
-  layout->BeginBlock("final_layer_norm");
+  layout->BeginBlock("final_layer_norm", ComponentLayout::Residency::kStays);
   final_norm_ = LayerNorm::Describe(*layout, "final_layer_norm", config.dim, config.eps);
   layout_ = std::move(layout);
 }

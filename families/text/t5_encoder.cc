@@ -62,7 +62,7 @@ absl::StatusOr<T5Config> T5Config::Load(const std::string& path) {
 T5Encoder::T5Encoder(const T5Config& config) : config_(config) {
   auto layout = std::make_shared<ComponentLayout>();
   const int64_t inner = config.heads * config.head_dim;
-  layout->BeginBlock("shared");
+  layout->BeginBlock("shared", ComponentLayout::Residency::kStays);
   tokens_ = Embedding::Describe(*layout, "shared", config.vocabulary, config.dim);
   for (int64_t i = 0; i < config.layers; ++i) {
     const std::string name = absl::StrCat("encoder.block.", i);
@@ -86,7 +86,7 @@ T5Encoder::T5Encoder(const T5Config& config) : config_(config) {
     layer.wo = Linear::Describe(*layout, ff + ".wo", config.hidden, config.dim, false);
     layers_.push_back(layer);
   }
-  layout->BeginBlock("encoder.final_layer_norm");
+  layout->BeginBlock("encoder.final_layer_norm", ComponentLayout::Residency::kStays);
   final_norm_ = RmsNorm::Describe(*layout, "encoder.final_layer_norm", config.dim, config.eps);
   layout_ = std::move(layout);
 }

@@ -9,6 +9,7 @@
 #include "cache/error.h"
 #include "cache/mutex.h"
 #include "families/config/json_config.h"
+#include "families/vae/tiling.h"
 
 namespace latentd {
 namespace {
@@ -173,7 +174,7 @@ at::Tensor AutoencoderKl::Middle::operator()(const WeightView& w, const at::Tens
   return second(w, h);
 }
 
-AutoencoderKl::Posterior AutoencoderKl::Encode(const WeightView& w, const at::Tensor& picture) const {
+at::Tensor AutoencoderKl::EncodeMoments(const WeightView& w, const at::Tensor& picture) const {
   at::Tensor h = encoder_.in(w, picture);
   for (const Level& level : encoder_.levels) {
     for (const Resnet& resnet : level.resnets) h = resnet(w, h);
@@ -182,7 +183,13 @@ AutoencoderKl::Posterior AutoencoderKl::Encode(const WeightView& w, const at::Te
   }
   h = encoder_.middle(w, h);
   h = encoder_.out(w, Silu(encoder_.norm_out(w, h)));
-  if (quant_conv_) h = (*quant_conv_)(w, h);
+  return quant_conv_ ? (*quant_conv_)(w, h) : h;
+}
+
+AutoencoderKl::Posterior AutoencoderKl::Encode(const WeightView& w, const at::Tensor& picture, int64_t tile) const {
+  const at::Tensor h = tile == 0 ? EncodeMoments(w, picture)
+                                 : InTiles(picture, tile, tile / config_.scale(),
+                                           [&](const at::Tensor& part) { return EncodeMoments(w, part); });
   const std::vector<at::Tensor> moments = h.chunk(2, 1);
   const at::Tensor log_variance = moments[1].clamp(kMinLogVariance, kMaxLogVariance);
   return {moments[0].contiguous(), log_variance.mul(0.5).exp_()};
@@ -190,7 +197,13 @@ AutoencoderKl::Posterior AutoencoderKl::Encode(const WeightView& w, const at::Te
 
 at::Tensor AutoencoderKl::Posterior::Sample(const at::Tensor& noise) const { return mean + std * noise; }
 
-at::Tensor AutoencoderKl::Decode(const WeightView& w, const at::Tensor& latents) const {
+at::Tensor AutoencoderKl::Decode(const WeightView& w, const at::Tensor& latents, int64_t tile) const {
+  if (tile == 0) return DecodeWhole(w, latents);
+  return InTiles(latents, tile / config_.scale(), tile,
+                 [&](const at::Tensor& part) { return DecodeWhole(w, part); });
+}
+
+at::Tensor AutoencoderKl::DecodeWhole(const WeightView& w, const at::Tensor& latents) const {
   at::Tensor h = decoder_.in(w, post_quant_conv_ ? (*post_quant_conv_)(w, latents) : latents);
   h = decoder_.middle(w, h);
   for (const Level& level : decoder_.levels) {
@@ -231,15 +244,29 @@ int64_t LevelBytes(const std::vector<int64_t>& channels, const std::vector<int64
   return static_cast<int64_t>(kHeapGaps * most * sizeof(float)) + kSlackBytes;
 }
 
+// A row of tiles and the one above it are held, and all that is finished, in `channels`.
+int64_t TilesBytes(int64_t width, int64_t height, int64_t tile, int64_t channels) {
+  return (width * height + 2 * width * tile) * channels * int64_t{sizeof(float)};
+}
+
 }  // namespace
 
-int64_t AutoencoderKl::EncodeBytes(int64_t width, int64_t height) const {
+int64_t AutoencoderKl::EncodeBytes(int64_t width, int64_t height, int64_t tile) const {
+  if (tile != 0) {
+    return EncodeBytes(std::min(tile, width), std::min(tile, height)) +
+           TilesBytes(width / config_.scale(), height / config_.scale(), tile / config_.scale(),
+                      2 * config_.latent_channels);
+  }
   std::vector<int64_t> from = config_.channels;
   std::copy(config_.channels.begin(), config_.channels.end() - 1, from.begin() + 1);
   return LevelBytes(config_.channels, from, width, height);
 }
 
-int64_t AutoencoderKl::DecodeBytes(int64_t width, int64_t height) const {
+int64_t AutoencoderKl::DecodeBytes(int64_t width, int64_t height, int64_t tile) const {
+  if (tile != 0) {
+    return DecodeBytes(std::min(tile, width), std::min(tile, height)) +
+           TilesBytes(width, height, tile, config_.out_channels);
+  }
   std::vector<int64_t> from = config_.channels;
   std::copy(config_.channels.begin() + 1, config_.channels.end(), from.begin());
   return LevelBytes(config_.channels, from, width, height);

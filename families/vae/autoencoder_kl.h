@@ -50,16 +50,17 @@ class AutoencoderKl {
     at::Tensor mean, std;
     at::Tensor Sample(const at::Tensor& noise) const;
   };
-  Posterior Encode(const WeightView& w, const at::Tensor& picture) const;
-  at::Tensor Decode(const WeightView& w, const at::Tensor& latents) const;
+  // `tile`: pixels of a tile's side, a multiple of 4·scale(); 0: the whole picture at once.
+  Posterior Encode(const WeightView& w, const at::Tensor& picture, int64_t tile = 0) const;
+  at::Tensor Decode(const WeightView& w, const at::Tensor& latents, int64_t tile = 0) const;
 
   // (z − shift)·scale, and back.
   at::Tensor ToModel(const at::Tensor& latents) const;
   at::Tensor FromModel(const at::Tensor& latents) const;
 
   // Upper estimates of activation bytes for one picture of that size, in fp32.
-  int64_t EncodeBytes(int64_t width, int64_t height) const;
-  int64_t DecodeBytes(int64_t width, int64_t height) const;
+  int64_t EncodeBytes(int64_t width, int64_t height, int64_t tile = 0) const;
+  int64_t DecodeBytes(int64_t width, int64_t height, int64_t tile = 0) const;
 
  private:
   struct Resnet {
@@ -87,6 +88,8 @@ class AutoencoderKl {
   Middle DescribeMiddle(ComponentLayout& layout, const std::string& name) const;
   void DescribeEncoder(ComponentLayout& layout);
   void DescribeDecoder(ComponentLayout& layout);
+  at::Tensor EncodeMoments(const WeightView& w, const at::Tensor& picture) const;
+  at::Tensor DecodeWhole(const WeightView& w, const at::Tensor& latents) const;
 
   AutoencoderKlConfig config_;
   std::shared_ptr<const ComponentLayout> layout_;

@@ -56,8 +56,11 @@ class NoopPipeline : public Pipeline {
                       Conditioning&) const override {
     return absl::OkStatus();
   }
+  std::string EncodeKey(const std::string&, const GenerateParams&) const override { return ""; }
+  int64_t ConditioningBytes(const std::string&, const GenerateParams&) const override { return 0; }
   std::string image_encoder_component() const override { return "network"; }
-  absl::StatusOr<at::Tensor> EncodeImage(const WeightView&, const GenerateParams&) const override {
+  absl::StatusOr<at::Tensor> EncodeImage(const WeightView&, const GenerateParams&,
+                                         const PhaseOptions&) const override {
     return absl::UnimplementedError("no pictures here");
   }
   std::string denoiser_component() const override { return "network"; }
@@ -66,11 +69,12 @@ class NoopPipeline : public Pipeline {
     return std::make_unique<NoopDenoiser>(*params.steps);
   }
   std::string decoder_component() const override { return "network"; }
-  absl::StatusOr<at::Tensor> Decode(const WeightView&, const at::Tensor&) const override {
+  int64_t SmallerTile(const GenerateParams&, int64_t) const override { return 0; }
+  absl::StatusOr<at::Tensor> Decode(const WeightView&, const at::Tensor&, const PhaseOptions&) const override {
     return at::zeros({8, 8, 3}, at::kByte);
   }
   at::Tensor Preview(const at::Tensor&) const override { return {}; }
-  int64_t WorkingBytes(const std::string&, const GenerateParams&) const override { return 0; }
+  int64_t WorkingBytes(const std::string&, const GenerateParams&, const PhaseOptions&) const override { return 0; }
 
  private:
   std::vector<Component> components_;

@@ -112,7 +112,7 @@ RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overla
   }
   at::Tensor init;
   if (params.init_image.defined()) {
-    init = OrDie(pipeline.EncodeImage(view(pipeline.image_encoder_component()), params), "EncodeImage");
+    init = OrDie(pipeline.EncodeImage(view(pipeline.image_encoder_component()), params, {}), "EncodeImage");
   }
   auto denoiser = OrDie(pipeline.Begin(params, result.conditioning, init), "Begin");
   const WeightView denoiser_view = view(pipeline.denoiser_component());
@@ -123,7 +123,7 @@ RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overla
   const WeightView decoder_view = view(pipeline.decoder_component());
   for (size_t i = 0; i < params.seeds.size(); ++i) {
     result.pixels.push_back(
-        OrDie(pipeline.Decode(decoder_view, result.latents.back().narrow(0, static_cast<int64_t>(i), 1)),
+        OrDie(pipeline.Decode(decoder_view, result.latents.back().narrow(0, static_cast<int64_t>(i), 1), {}),
               "Decode"));
   }
   return result;

@@ -1,0 +1,113 @@
+// The inside of a record. For the files of ModelCache alone.
+#ifndef LATENTD_CACHE_CACHE_RECORD_H_
+#define LATENTD_CACHE_CACHE_RECORD_H_
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cache/greedy_dual.h"
+#include "cache/model_cache.h"
+#include "cache/wait_registry.h"
+
+namespace latentd {
+
+// Bytes of records that are out of the index and not yet free. Outlives the cache where a pointer does.
+struct LeavingBytes {
+  Mutex mu;  // taken after the cache's and before a budget's
+  int64_t bytes ABSL_GUARDED_BY(mu) = 0;
+};
+
+// A resource with its promise: the pointers that are handed out share one of these, so the bytes are counted
+// exactly as long as anybody can reach them.
+struct Accounted {
+  Reservation memory;
+  std::shared_ptr<const Resource> resource;
+  std::shared_ptr<const void> base;        // an earlier copy, whose tensors this one took over
+  std::shared_ptr<LeavingBytes> leaving;   // of a record; null for a copy on a device
+  bool left = false;                       // guarded by leaving->mu: counted there
+
+  ~Accounted() {
+    resource = nullptr;  // the memory is free before its promise is given back
+    if (leaving == nullptr) return;
+    MutexLock lock(&leaving->mu);
+    if (left) leaving->bytes -= memory.bytes();
+    memory.Release();
+  }
+
+  static std::shared_ptr<const Resource> Pointer(const std::shared_ptr<Accounted>& accounted) {
+    return std::shared_ptr<const Resource>(accounted, accounted->resource.get());
+  }
+};
+
+// Who holds something, one entry per lock. Short, so that looking through it is the fastest way.
+class Holders {
+ public:
+  bool empty() const { return owners_.empty(); }
+  size_t size() const { return owners_.size(); }
+  void Add(const std::string& owner) { owners_.push_back(owner); }
+  void Remove(const std::string& owner) {
+    for (std::string& o : owners_) {
+      if (o != owner) continue;
+      o.swap(owners_.back());
+      owners_.pop_back();
+      return;
+    }
+  }
+  const std::vector<std::string>& owners() const { return owners_; }
+
+ private:
+  std::vector<std::string> owners_;
+};
+
+// Those who wait for somebody's work. Guarded by the cache's mutex.
+class Waiting {
+ public:
+  void Add(WaitRegistry::Entry* entry) { entries_.push_back(entry); }
+  // False when its wait was over already.
+  bool Remove(WaitRegistry::Entry* entry) { return std::erase(entries_, entry) != 0; }
+  // From here on nobody of them waits, whenever their threads get to run.
+  void Over() {
+    for (WaitRegistry::Entry* entry : entries_) entry->Over();
+    entries_.clear();
+  }
+
+ private:
+  std::vector<WaitRegistry::Entry*> entries_;
+};
+
+// A record's copy on a device that does not use host memory.
+struct Residency {
+  std::shared_ptr<const Resource> copy;  // null while nothing is there; counts itself
+  int64_t bytes = 0;
+  std::vector<bool> resident;  // by block
+  Holders holders;
+  bool moving_in = false;  // somebody works on it; whoever else wants it waits
+  Waiting waiting;
+};
+
+struct CacheRecord {
+  ModelKey key;
+  std::string kind;
+  MemoryUse use = MemoryUse::kWeights;
+  int64_t bytes = 0;
+  double load_seconds = 0;
+  std::vector<std::string> sources;
+  std::shared_ptr<const Resource> resource;  // shares an Accounted
+
+  // The rest is guarded by ModelCache::mu_.
+  std::weak_ptr<Accounted> accounted;
+  Holders holders;
+  std::map<Device*, Residency> residency;
+  GreedyDual::Worth worth;
+  absl::Time last_used;
+  bool indexed = false;
+
+  double cost() const { return GreedyDual::Cost(load_seconds, bytes); }
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_CACHE_CACHE_RECORD_H_

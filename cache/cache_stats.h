@@ -1,0 +1,93 @@
+// What a ModelCache tells about itself. Plain values.
+#ifndef LATENTD_CACHE_CACHE_STATS_H_
+#define LATENTD_CACHE_CACHE_STATS_H_
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "cache/memory_budget.h"
+#include "cache/model_key.h"
+
+namespace latentd {
+
+struct ResidencyStats {
+  std::string device;
+  int64_t bytes = 0;
+  int64_t full_bytes = 0;  // more than `bytes` where a part is streamed
+  int64_t lock_count = 0;
+};
+
+struct RecordStats {
+  ModelKey key;
+  std::string kind;
+  MemoryUse use = MemoryUse::kWeights;
+  int64_t bytes = 0;
+  int64_t lock_count = 0;
+  std::vector<std::string> holders;  // one entry per lock, sorted
+  bool stale = false;
+  double load_seconds = 0;  // that its load took
+  absl::Time last_used;     // taken or let go
+  std::vector<ResidencyStats> residency;
+};
+
+// Why a record left.
+enum class EvictReason {
+  kRoom,       // to make room for another
+  kTrim,       // ModelCache::Trim
+  kDrop,       // ModelCache::Drop; a locked record counts when it becomes stale
+  kKeepAlive,  // not used for long
+};
+inline constexpr size_t kEvictReasons = 4;
+absl::string_view EvictReasonName(EvictReason reason);  // "room", "trim", "drop", "keep_alive"
+
+struct Eviction {
+  ModelKey key;
+  int64_t bytes = 0;
+  EvictReason reason = EvictReason::kRoom;
+  absl::Time time;
+};
+
+struct DeviceStats {
+  MemoryBudget::Stats budget;
+  int64_t allocated_bytes = 0;   // as measured by the device
+  int64_t residency_bytes = 0;   // of all records there
+  int64_t copies = 0;            // records copied to it, whole or in part
+  int64_t copied_bytes = 0;
+  int64_t offloads = 0;          // copies that went to make room
+  int64_t streamed_locks = 0;    // locks that got only a part, and stream the rest
+};
+
+struct CacheStats {
+  std::vector<RecordStats> records;  // those that would go first, first; stale ones last
+  MemoryBudget::Stats ram;
+  std::map<std::string, DeviceStats> devices;  // those with a budget of their own
+  int64_t record_bytes = 0;                    // Σ bytes of `records`
+  int64_t leaving_bytes = 0;                   // of records that are out, and whose memory is being freed
+  int64_t hits = 0;
+  int64_t misses = 0;  // loads started
+  int64_t load_failures = 0;
+  int64_t bytes_loaded = 0;
+  std::array<int64_t, kEvictReasons> evictions{};  // by EvictReason
+  std::vector<Eviction> recent_evictions;          // the last ones, newest last
+
+  int64_t evicted(EvictReason reason) const { return evictions[static_cast<size_t>(reason)]; }
+  // What the budget says is in use and no record accounts for. 0, always: anything else is a bug.
+  int64_t unaccounted_bytes() const { return ram.in_use_bytes - record_bytes - leaving_bytes; }
+};
+
+struct DropResult {
+  int64_t evicted_records = 0;
+  int64_t evicted_bytes = 0;
+  int64_t stale_records = 0;  // locked ones: they go at their last unlock
+  int64_t stale_bytes = 0;
+  int64_t busy_records = 0;  // Unload: locked ones, which stay
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_CACHE_CACHE_STATS_H_

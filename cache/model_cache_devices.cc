@@ -1,0 +1,368 @@
+// The part of ModelCache that has to do with devices: residency, locks on it, and room for it.
+//
+// Work on the residency of one record on one device is done by one caller at a time (moving_in); the others
+// wait. A copy is immutable: growing a partly resident one makes a new copy that takes over the old one's
+// tensors, so whoever computes with the old one is not disturbed.
+#include <algorithm>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+#include "cache/cache_record.h"
+#include "cache/error.h"
+#include "cache/model_cache.h"
+
+namespace latentd {
+namespace {
+
+int64_t Sum(const std::vector<ResourceBlock>& blocks) {
+  return std::accumulate(blocks.begin(), blocks.end(), int64_t{0},
+                         [](int64_t sum, const ResourceBlock& b) { return sum + b.bytes; });
+}
+
+}  // namespace
+
+class ModelCache::DeviceReclaimer : public Reclaimer {
+ public:
+  DeviceReclaimer(ModelCache* cache, Device* device) : cache_(cache), device_(device) {}
+  int64_t Reclaim(int64_t bytes) override { return bytes <= 0 ? 0 : cache_->ReclaimDevice(device_, bytes); }
+  Held HeldBytes() const override { return cache_->HeldOnDevice(device_); }
+
+ private:
+  ModelCache* const cache_;
+  Device* const device_;
+};
+
+ModelCache::ModelCache(RamBudget* ram, std::vector<Device*> devices, Clock clock)
+    : ram_(ram), devices_(std::move(devices)), clock_(std::move(clock)), leaving_(std::make_shared<LeavingBytes>()) {
+  ram_->set_reclaimer(this);
+  for (Device* device : devices_) {
+    if (device->uses_host_memory()) continue;
+    device_reclaimers_.push_back(std::make_unique<DeviceReclaimer>(this, device));
+    device->budget().set_reclaimer(device_reclaimers_.back().get());
+    device->budget().ShareWaits(*ram_);
+  }
+}
+
+ModelCache::~ModelCache() {
+  Trim(MemoryBudget::kUnlimited);
+  ram_->set_reclaimer(nullptr);
+  for (Device* device : devices_) {
+    if (!device->uses_host_memory()) device->budget().set_reclaimer(nullptr);
+  }
+}
+
+DeviceLock& DeviceLock::operator=(DeviceLock&& other) noexcept {
+  if (this != &other) {
+    Release();
+    handle_ = std::move(other.handle_);
+    device_ = std::exchange(other.device_, nullptr);
+    resource_ = std::move(other.resource_);
+    plan_ = std::move(other.plan_);
+    working_ = std::move(other.working_);
+    ring_ = std::move(other.ring_);
+  }
+  return *this;
+}
+
+void DeviceLock::Release() {
+  if (device_ == nullptr) return;
+  working_.Release();
+  ring_.Release();
+  resource_ = nullptr;
+  if (!device_->uses_host_memory()) handle_.cache_->UnlockDevice(handle_.record_, device_, handle_.owner_);
+  device_ = nullptr;
+  handle_.Release();
+}
+
+absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options) {
+  std::stop_callback wake(options.stop, [this] {
+    MutexLock lock(&mu_);
+    changed_.SignalAll();
+  });
+  std::optional<WaitRegistry::Entry> entry;  // ends after the mutex is let go
+  MutexLock lock(&mu_);
+  while (true) {
+    if (shutting_down_) return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
+    Residency& there = record->residency[&device];
+    if (!there.moving_in) {
+      there.moving_in = true;
+      there.holders.Add(options.owner);  // what is there stays there, for now
+      return absl::OkStatus();
+    }
+    if (!entry) {
+      mu_.Unlock();
+      entry.emplace(ram_->waits(), options.owner, absl::StrCat("the move of ", record->key.ToString(), " to ", device.name()),
+                    /*refusable=*/false);
+      mu_.Lock();
+      continue;
+    }
+    there.waiting.Add(&*entry);
+    const bool late = changed_.WaitWithDeadline(&mu_, options.deadline);
+    // That work is over, and who waits for somebody else's next waits anew.
+    if (!record->residency[&device].waiting.Remove(&*entry)) entry.reset();
+    if (options.stop.stop_requested()) {
+      return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while weights moved to a device");
+    }
+    if (late && record->residency[&device].moving_in) {
+      return MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
+                       absl::StrCat("deadline passed while ", record->key.ToString(), " moved to ", device.name()));
+    }
+  }
+}
+
+absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
+                                DeviceLock& lock) {
+  MemoryBudget& budget = device.budget();
+  auto request = [&](int64_t bytes, MemoryUse use, const std::string& what) {
+    return MemoryBudget::Request{.bytes = bytes, .use = use, .owner = options.owner, .what = what,
+                                 .deadline = options.deadline, .stop = options.stop};
+  };
+  const std::string what = absl::StrCat(record->kind, " ", record->key.ToString());
+  const std::vector<ResourceBlock> blocks = record->resource->device_blocks();
+  const int64_t full = Sum(blocks);
+
+  // Working memory first: without it nothing can run, and weights can be streamed.
+  if (options.working_bytes > 0) {
+    const auto working = request(options.working_bytes, MemoryUse::kWorking,
+                                 absl::StrCat("working memory of ", record->kind));
+    auto promised = budget.TryReserve(working);
+    if (!promised.ok()) {
+      // This record's own copy may be in the way; it can come again, whole or in part.
+      {
+        MutexLock unpinned(&mu_);
+        record->residency[&device].holders.Remove(options.owner);
+      }
+      promised = budget.Reserve(working);
+      MutexLock pinned(&mu_);
+      record->residency[&device].holders.Add(options.owner);
+    }
+    if (!promised.ok()) return promised.status();
+    lock.working_ = std::move(*promised);
+  }
+
+  std::shared_ptr<const Resource> have;
+  std::vector<bool> resident;
+  int64_t have_bytes = 0;
+  {
+    MutexLock held(&mu_);
+    Residency& there = record->residency[&device];
+    have = there.copy;
+    have_bytes = there.bytes;
+    resident = there.resident;
+  }
+
+  ResidencyPlan plan = PlanResidency(blocks, MemoryBudget::kUnlimited, options.ring_slots);
+  const ResidencyPlan smallest = PlanResidency(blocks, 0, options.ring_slots);
+  Reservation memory;
+  auto take = [&](Reservation promised) {
+    lock.ring_ = promised.Split(plan.ring_bytes(), MemoryUse::kStaging);
+    memory = std::move(promised);
+  };
+  // A copy that is there keeps its blocks; the ring serves the rest.
+  auto keep_what_is_there = [&] {
+    plan = smallest;
+    plan.resident = resident;
+    plan.resident_bytes = have_bytes;
+    int32_t streamed = 0;
+    plan.slot_bytes = 0;
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      if (resident[i]) continue;
+      ++streamed;
+      plan.slot_bytes = std::max(plan.slot_bytes, blocks[i].bytes);
+    }
+    plan.ring_slots = std::min(plan.ring_slots, streamed);
+  };
+  // False when others use it.
+  auto let_go_of_what_is_there = [&] {
+    {
+      MutexLock held(&mu_);
+      Residency& there = record->residency[&device];
+      if (there.holders.size() > 1) return false;
+      there.copy = nullptr;
+      there.bytes = have_bytes = 0;
+      there.resident.clear();
+    }
+    have = nullptr;
+    resident.clear();
+    return true;
+  };
+  bool done = false;
+  if (!options.blocks.empty()) {
+    plan.resident_bytes = 0;
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      plan.resident[i] = blocks[i].stays || options.blocks[i] || (have != nullptr && resident[i]);
+      if (plan.resident[i]) plan.resident_bytes += blocks[i].bytes;
+    }
+    ASSIGN_OR_RETURN(Reservation promised,
+                     budget.Reserve(request(plan.resident_bytes - have_bytes, record->use, what)));
+    take(std::move(promised));
+    done = true;
+  } else if (options.mode != ResidencyMode::kStream || !smallest.streams()) {
+    auto promised = budget.TryReserve(request(full - have_bytes, record->use, what));
+    if (!promised.ok() && (options.mode == ResidencyMode::kFull || !smallest.streams())) {
+      promised = budget.Reserve(request(full - have_bytes, record->use, what));
+      if (!promised.ok()) return promised.status();
+    }
+    if (promised.ok()) {
+      take(std::move(*promised));
+      done = true;
+    }
+  } else if (have != nullptr) {
+    // Forced streaming counts from an empty device, so that a test sees what it asked for.
+    let_go_of_what_is_there();
+  }
+  if (!done && have != nullptr) {
+    keep_what_is_there();
+    const auto wanted = request(plan.ring_bytes(), record->use, what);
+    auto promised = budget.TryReserve(wanted);
+    // The copy may be what the ring has no room beside.
+    if (promised.ok() || !let_go_of_what_is_there()) {
+      if (!promised.ok()) promised = budget.Reserve(wanted);
+      if (!promised.ok()) return promised.status();
+      take(std::move(*promised));
+      done = true;
+    }
+  }
+  for (int tries = 0; !done; ++tries) {
+    constexpr int kTries = 3;  // somebody else may take what was seen to be there
+    const bool last = tries == kTries || options.mode == ResidencyMode::kStream;
+    plan = last ? smallest : PlanResidency(blocks, budget.ObtainableBytes(), options.ring_slots);
+    const auto wanted = request(plan.bytes(), record->use, what);
+    auto promised = last ? budget.Reserve(wanted) : budget.TryReserve(wanted);
+    if (last && !promised.ok()) return promised.status();
+    if (!promised.ok()) continue;
+    take(std::move(*promised));
+    done = true;
+  }
+
+  if (have == nullptr || plan.resident != resident) {
+    auto accounted = std::make_shared<Accounted>();
+    ASSIGN_OR_RETURN(accounted->resource, record->resource->CopyTo(device, plan.resident, have.get(), options.stop));
+    const int64_t copied = memory.bytes();
+    memory.Commit();
+    accounted->memory = std::move(memory);
+    accounted->base = have;
+    MutexLock held(&mu_);
+    Residency& there = record->residency[&device];
+    there.copy = Accounted::Pointer(accounted);
+    there.bytes = have_bytes + copied;
+    there.resident = plan.resident;
+    have = there.copy;
+    DeviceCounters& counters = device_counters_[&device];
+    ++counters.copies;
+    counters.copied_bytes += copied;
+  }
+  if (plan.streams()) {
+    MutexLock held(&mu_);
+    ++device_counters_[&device].streamed_locks;
+  }
+  lock.resource_ = std::move(have);
+  lock.plan_ = std::move(plan);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, Device& device,
+                                                    const DeviceLockOptions& asked) {
+  DeviceLock result;
+  result.handle_ = handle.Share(asked.owner);
+  DeviceLockOptions options = asked;
+  options.owner = result.handle_.owner_;  // the handle's, where none was given
+  const RecordPtr record = result.handle_.record_;
+  RETURN_IF_ERROR(record->resource->Check());
+  RETURN_IF_ERROR(device.Check());
+
+  if (device.uses_host_memory()) {
+    if (options.working_bytes > 0) {
+      ASSIGN_OR_RETURN(result.working_, device.budget().Reserve({.bytes = options.working_bytes,
+                                                                 .use = MemoryUse::kWorking,
+                                                                 .owner = options.owner,
+                                                                 .what = absl::StrCat("working memory of ", record->kind),
+                                                                 .deadline = options.deadline,
+                                                                 .stop = options.stop}));
+    }
+    result.plan_ = PlanResidency(record->resource->device_blocks(), MemoryBudget::kUnlimited, options.ring_slots);
+    result.resource_ = record->resource;
+    result.device_ = &device;
+    return result;
+  }
+
+  RETURN_IF_ERROR(TakeTurn(record, device, options));
+  const absl::Status status = MoveIn(record, device, options, result);
+  {
+    MutexLock lock(&mu_);
+    Residency& there = record->residency[&device];
+    there.moving_in = false;
+    there.waiting.Over();
+    changed_.SignalAll();
+    if (!status.ok()) {
+      there.holders.Remove(options.owner);
+      if (there.copy == nullptr && there.holders.empty()) record->residency.erase(&device);
+    }
+  }
+  if (!status.ok()) {
+    result.working_.Release();
+    result.ring_.Release();
+    device.budget().NotifyReclaimable();
+    return status;
+  }
+  result.device_ = &device;
+  return result;
+}
+
+void ModelCache::UnlockDevice(const RecordPtr& record, Device* device, const std::string& owner) {
+  {
+    MutexLock lock(&mu_);
+    record->residency[device].holders.Remove(owner);
+  }
+  device->budget().NotifyReclaimable();
+}
+
+int64_t ModelCache::ReclaimDevice(Device* device, int64_t bytes) {
+  std::vector<std::shared_ptr<const Resource>> gone;
+  int64_t freed = 0;
+  {
+    MutexLock lock(&mu_);
+    std::vector<std::pair<int64_t, RecordPtr>> there;  // smallest first: what is large is slow to bring back
+    ForEachRecord([&](const RecordPtr& record, bool) {
+      auto it = record->residency.find(device);
+      if (it == record->residency.end() || it->second.copy == nullptr || !it->second.holders.empty()) return;
+      there.emplace_back(it->second.bytes, record);
+    });
+    std::sort(there.begin(), there.end(), [](const auto& a, const auto& b) {
+      return std::tie(a.first, a.second->worth.last_used) < std::tie(b.first, b.second->worth.last_used);
+    });
+    for (const auto& [size, record] : there) {
+      if (freed >= bytes) break;
+      freed += size;
+      auto it = record->residency.find(device);
+      gone.push_back(std::move(it->second.copy));
+      // Somebody whose turn it is may wait for room right now, and finds nothing there when it is made.
+      if (it->second.moving_in) {
+        it->second.copy = nullptr;
+        it->second.bytes = 0;
+        it->second.resident.clear();
+      } else {
+        record->residency.erase(it);
+      }
+      ++device_counters_[device].offloads;
+    }
+  }
+  const bool any = !gone.empty();
+  gone.clear();
+  if (any) device->ReleaseUnused();
+  return freed;
+}
+
+Reclaimer::Held ModelCache::HeldOnDevice(Device* device) const {
+  MutexLock lock(&mu_);
+  Held held;
+  ForEachRecord([&](const RecordPtr& record, bool) {
+    auto it = record->residency.find(device);
+    if (it == record->residency.end() || it->second.holders.empty() || it->second.copy == nullptr) return;
+    held.bytes += it->second.bytes;
+    held.owners.insert(it->second.holders.owners().begin(), it->second.holders.owners().end());
+  });
+  return held;
+}
+
+}  // namespace latentd

@@ -1,0 +1,124 @@
+#include "server/pin_board.h"
+
+#include <set>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "server/server_core.h"
+
+namespace latentd {
+namespace {
+
+constexpr char kOwner[] = "pin";
+
+// What to lock, for a model's components or a LoRA.
+absl::StatusOr<std::vector<LockRequest>> Requests(Catalog& catalog, const std::string& name,
+                                                  const std::vector<std::string>& components) {
+  std::vector<LockRequest> requests;
+  auto model = catalog.Model(name);
+  if (absl::IsNotFound(model.status())) {
+    auto lora = catalog.Lora(name);
+    if (!lora.ok()) return model.status();
+    if (!components.empty()) return FieldError("components", absl::StrCat(name, " is a LoRA, which has none"));
+    ASSIGN_OR_RETURN(LockRequest request, lora->Request());
+    requests.push_back(std::move(request));
+    return requests;
+  }
+  if (!model.ok()) return model.status();
+  const std::set<std::string> wanted(components.begin(), components.end());
+  std::set<std::string> known;
+  for (const Component& component : (*model)->pipeline->components()) {
+    known.insert(component.name);
+    if (wanted.empty() || wanted.count(component.name) != 0) {
+      requests.push_back((*model)->ComponentRequest(component.name));
+    }
+  }
+  for (const std::string& component : wanted) {
+    if (known.count(component) == 0) {
+      return FieldError("components", absl::StrCat("'", component, "' is no component of ", name));
+    }
+  }
+  return requests;
+}
+
+}  // namespace
+
+absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name, const std::vector<std::string>& components,
+                                                const std::string& device_name, bool pin) {
+  Device* device = nullptr;
+  for (const auto& d : core_->devices) {
+    if (d->name() == device_name) device = d.get();
+  }
+  if (device == nullptr && !device_name.empty()) {
+    return FieldError("device", absl::StrCat("there is no '", device_name, "'; GetServerInfo lists the devices"));
+  }
+  ASSIGN_OR_RETURN(const std::vector<LockRequest> requests, Requests(*core_->catalog, name, components));
+  const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
+  Loaded loaded;
+  std::set<ModelKey> there;
+  for (const RecordStats& record : core_->cache->Stats().records) {
+    if (!record.stale) there.insert(record.key);
+  }
+  ASSIGN_OR_RETURN(std::vector<LockHandle> handles,
+                   core_->cache->LockAll(requests, {.owner = kOwner, .deadline = deadline}));
+  std::vector<Pin> pins;
+  for (LockHandle& handle : handles) {
+    loaded.keys.push_back(handle.key());
+    loaded.bytes += handle.resource()->bytes();
+    loaded.loaded_records += there.count(handle.key()) == 0 ? 1 : 0;
+    Pin fresh;
+    if (device != nullptr && !device->uses_host_memory()) {
+      ASSIGN_OR_RETURN(fresh.residency, core_->cache->LockOnDevice(handle, *device,
+                                                                   {.owner = kOwner,
+                                                                    .mode = ResidencyMode::kFull,
+                                                                    .deadline = deadline}));
+    }
+    fresh.handle = std::move(handle);
+    pins.push_back(std::move(fresh));
+  }
+  if (pin) {
+    MutexLock lock(&mu_);
+    pins_[name].swap(pins);  // what was pinned before ends below
+  }
+  return loaded;
+}
+
+absl::StatusOr<DropResult> PinBoard::Unload(const std::string& name) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> ids, Ids(name));
+  std::vector<Pin> gone;
+  {
+    MutexLock lock(&mu_);
+    auto it = pins_.find(name);
+    if (it != pins_.end()) {
+      gone.swap(it->second);
+      pins_.erase(it);
+    }
+  }
+  gone.clear();
+  DropResult sum;
+  for (const std::string& id : ids) {
+    const DropResult one = core_->cache->Unload({id, ""});
+    sum.evicted_records += one.evicted_records;
+    sum.evicted_bytes += one.evicted_bytes;
+    sum.busy_records += one.busy_records;
+  }
+  return sum;
+}
+
+absl::StatusOr<std::vector<std::string>> PinBoard::Ids(const std::string& name) const {
+  std::set<std::string> ids;
+  for (const RecordStats& record : core_->cache->Stats().records) {
+    if (absl::StartsWith(record.key.id, absl::StrCat(name, "@")) ||
+        absl::StartsWith(record.key.id, absl::StrCat("lora/", name, "@"))) {
+      ids.insert(record.key.id);
+    }
+  }
+  if (ids.empty() && !core_->catalog->Lora(name).ok()) {
+    auto model = core_->catalog->Model(name);
+    if (absl::IsNotFound(model.status())) return model.status();
+  }
+  return std::vector<std::string>(ids.begin(), ids.end());
+}
+
+}  // namespace latentd

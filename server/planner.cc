@@ -1,0 +1,445 @@
+#include "server/planner.h"
+
+#include <algorithm>
+#include <list>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "patcher/model_patch.h"
+#include "server/conditioning_key.h"
+#include "server/grpc_errors.h"
+#include "server/lora_set.h"
+#include "server/params.h"
+#include "server/phase_resources.h"
+
+namespace latentd {
+namespace {
+
+// A cache that is only thought of: the records of a snapshot in the order in which they would go, and how many
+// bytes are free. Goes through what a job does as the job would.
+class ImaginedCache {
+ public:
+  ImaginedCache(const CacheStats& stats, v1::PlanResponse* plan)
+      : plan_(plan),
+        cap_(stats.ram.cap_bytes),
+        free_(stats.ram.cap_bytes - stats.ram.in_use_bytes + stats.leaving_bytes - stats.ram.reserved_bytes) {
+    for (const RecordStats& r : stats.records) {
+      if (!r.stale) records_.push_back({r.key.ToString(), r.kind, r.bytes, r.lock_count > 0});
+    }
+  }
+
+  bool Has(const std::string& key) const { return const_cast<ImaginedCache*>(this)->Find(key) != nullptr; }
+
+  // Bytes for running work. False, with the reason in the plan, when they cannot be had.
+  bool Promise(int64_t bytes, const std::string& what) {
+    if (!MakeRoom(bytes, what)) return false;
+    free_ -= bytes;
+    Hold(bytes);
+    return true;
+  }
+  void GiveBack(int64_t bytes) {
+    free_ += bytes;
+    held_ -= bytes;
+  }
+
+  // Locks a record, loading it when it is not there.
+  bool Lock(const std::string& key, const std::string& kind, int64_t bytes) {
+    Record* record = Find(key);
+    if (record == nullptr) {
+      if (!MakeRoom(bytes, absl::StrCat(kind, " ", key))) return false;
+      free_ -= bytes;
+      v1::PlanResponse::Load& load = *plan_->add_loads();
+      load.set_key(key);
+      load.set_kind(kind);
+      load.set_bytes(bytes);
+      records_.push_back({key, kind, bytes, false});
+      record = &records_.back();
+    }
+    record->locked = record->mine = true;
+    Hold(record->bytes);
+    return true;
+  }
+  void Unlock(const std::string& key) {
+    for (auto it = records_.begin(); it != records_.end(); ++it) {
+      if (it->key != key || !it->mine) continue;
+      it->mine = it->locked = false;
+      held_ -= it->bytes;
+      records_.splice(records_.end(), records_, it);  // just used: goes last
+      return;
+    }
+  }
+  // A record that came to be without a load.
+  void Keep(const std::string& key, const std::string& kind, int64_t promised) {
+    records_.push_back({key, kind, promised, true, true});
+  }
+
+ private:
+  struct Record {
+    std::string key, kind;
+    int64_t bytes;
+    bool locked;        // by anybody
+    bool mine = false;  // by this job
+  };
+
+  Record* Find(const std::string& key) {
+    auto it = std::find_if(records_.begin(), records_.end(), [&](const Record& r) { return r.key == key; });
+    return it == records_.end() ? nullptr : &*it;
+  }
+
+  void Hold(int64_t bytes) {
+    held_ += bytes;
+    plan_->set_peak_ram_bytes(std::max(plan_->peak_ram_bytes(), held_));
+  }
+
+  bool MakeRoom(int64_t bytes, const std::string& what) {
+    for (auto it = records_.begin(); free_ < bytes && it != records_.end();) {
+      if (it->locked) {
+        ++it;
+        continue;
+      }
+      v1::PlanResponse::Eviction& eviction = *plan_->add_evictions();
+      eviction.set_key(it->key);
+      eviction.set_kind(it->kind);
+      eviction.set_bytes(it->bytes);
+      free_ += it->bytes;
+      it = records_.erase(it);
+    }
+    if (free_ >= bytes) return true;
+    const char* reason = bytes > cap_ ? "MODEL_EXCEEDS_BUDGET" : "BUDGET_EXHAUSTED";
+    *plan_->mutable_reason() = ToRpcStatus(MakeError(
+        bytes > cap_ ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kResourceExhausted, reason,
+        absl::StrCat(what, " needs ", bytes, " bytes of ram; ", std::max<int64_t>(free_, 0), " of ", cap_,
+                     " bytes could be had"),
+        {{"budget", "ram"},
+         {"what", what},
+         {"needed_bytes", absl::StrCat(bytes)},
+         {"held_bytes", absl::StrCat(cap_ - free_)},
+         {"cap_bytes", absl::StrCat(cap_)}}));
+    return false;
+  }
+
+  v1::PlanResponse* const plan_;
+  std::list<Record> records_;
+  const int64_t cap_;
+  int64_t free_;
+  int64_t held_ = 0;
+};
+
+// The same for a device with memory of its own.
+class ImaginedDevice {
+ public:
+  ImaginedDevice(const Device& device, const CacheStats& stats, v1::PlanResponse* plan)
+      : name_(device.name()), plan_(plan) {
+    const auto it = stats.devices.find(name_);
+    if (it != stats.devices.end()) {
+      const MemoryBudget::Stats& budget = it->second.budget;
+      cap_ = budget.cap_bytes;
+      free_ = budget.cap_bytes - budget.foreign_bytes - budget.in_use_bytes - budget.reserved_bytes;
+    }
+    for (const RecordStats& r : stats.records) {
+      for (const ResidencyStats& there : r.residency) {
+        if (there.device == name_) copies_.push_back({r.key.ToString(), r.kind, there.bytes, there.lock_count > 0});
+      }
+    }
+  }
+
+  bool Promise(int64_t bytes, const std::string& what) {
+    if (bytes > Obtainable()) {
+      *plan_->mutable_reason() = ToRpcStatus(
+          MakeError(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED",
+                    absl::StrCat(what, " needs ", bytes, " bytes of ", name_, "; ", Obtainable(), " could be had"),
+                    {{"budget", name_},
+                     {"what", what},
+                     {"needed_bytes", absl::StrCat(bytes)},
+                     {"held_bytes", absl::StrCat(cap_ - Obtainable())},
+                     {"cap_bytes", absl::StrCat(cap_)}}));
+      return false;
+    }
+    MakeRoom(bytes);
+    free_ -= bytes;
+    return true;
+  }
+  void GiveBack(int64_t bytes) { free_ += bytes; }
+
+  // As ModelCache::LockOnDevice does it. Sets what is resident of how much.
+  bool Lock(const std::string& key, const std::string& kind, const std::vector<ResourceBlock>& blocks,
+            ResidencyMode mode, int32_t ring_slots, v1::PlanResponse::Phase* phase, int64_t* ring) {
+    int64_t full = 0, have = 0;
+    for (const ResourceBlock& block : blocks) full += block.bytes;
+    for (Copy& copy : copies_) {
+      if (copy.key != key) continue;
+      have = copy.bytes;
+      copy.locked = true;
+    }
+    const ResidencyPlan smallest = PlanResidency(blocks, 0, ring_slots);
+    ResidencyPlan plan = PlanResidency(blocks, MemoryBudget::kUnlimited, ring_slots);
+    const bool stream = mode == ResidencyMode::kStream && smallest.streams();
+    if (stream || (mode == ResidencyMode::kAuto && smallest.streams() && full - have > Obtainable())) {
+      plan = stream ? smallest : PlanResidency(blocks, Obtainable() + have, ring_slots);
+    }
+    phase->set_full_bytes(full);
+    phase->set_resident_bytes(plan.resident_bytes);
+    *ring = plan.ring_bytes();
+    const int64_t more = std::max<int64_t>(0, plan.resident_bytes - have);
+    if (!Promise(more + plan.ring_bytes(), absl::StrCat(kind, " ", key))) return false;
+    if (have == 0) copies_.push_back({key, kind, plan.resident_bytes, true});
+    return true;
+  }
+  void Unlock(const std::string& key) {
+    for (Copy& copy : copies_) {
+      if (copy.key == key) copy.locked = false;
+    }
+  }
+
+ private:
+  struct Copy {
+    std::string key, kind;
+    int64_t bytes;
+    bool locked;
+  };
+
+  int64_t Obtainable() const {
+    int64_t bytes = free_;
+    for (const Copy& copy : copies_) bytes += copy.locked ? 0 : copy.bytes;
+    return std::max<int64_t>(0, bytes);
+  }
+  void MakeRoom(int64_t bytes) {
+    while (free_ < bytes) {
+      auto smallest = copies_.end();
+      for (auto it = copies_.begin(); it != copies_.end(); ++it) {
+        if (!it->locked && (smallest == copies_.end() || it->bytes < smallest->bytes)) smallest = it;
+      }
+      if (smallest == copies_.end()) return;
+      v1::PlanResponse::Eviction& eviction = *plan_->add_evictions();
+      eviction.set_key(smallest->key);
+      eviction.set_kind(smallest->kind);
+      eviction.set_bytes(smallest->bytes);
+      eviction.set_device(name_);
+      free_ += smallest->bytes;
+      copies_.erase(smallest);
+    }
+  }
+
+  const std::string name_;
+  v1::PlanResponse* const plan_;
+  std::vector<Copy> copies_;
+  int64_t cap_ = 0;
+  int64_t free_ = 0;
+};
+
+// What a component's weights will be on a device, from its description: shapes, and the file's bytes per number.
+std::vector<ResourceBlock> DescribeBlocks(const Component& component) {
+  const ComponentLayout& layout = *component.layout;
+  const double bytes_per_number = static_cast<double>(component.files->tensor_bytes()) /
+                                  static_cast<double>(std::max<int64_t>(layout.parameter_count(), 1));
+  std::vector<ResourceBlock> blocks;
+  for (const ComponentLayout::Block& block : layout.blocks()) blocks.push_back({0, block.stays});
+  blocks.push_back({0, true});
+  for (const TensorDecl& tensor : layout.tensors()) {
+    int64_t numbers = 1;
+    for (int64_t extent : tensor.shape) numbers *= extent;
+    const size_t block = tensor.shape.size() >= 2 ? static_cast<size_t>(tensor.block) : blocks.size() - 1;
+    blocks[block].bytes += PaddedBytes(static_cast<int64_t>(static_cast<double>(numbers) * bytes_per_number));
+  }
+  return blocks;
+}
+
+class Planner {
+ public:
+  Planner(ServerCore& core, const OpenModel& model, GenerateParams params, std::vector<LoraChoice> loras,
+          PatchMode mode, v1::VaeTiling tiling)
+      : core_(core),
+        model_(model),
+        params_(std::move(params)),
+        loras_(std::move(loras)),
+        mode_(mode),
+        tiling_(tiling),
+        stats_(core.cache->Stats()),
+        ram_(stats_, &plan_) {
+    for (const auto& executor : core.executors) {
+      if (executor->device().uses_host_memory()) continue;
+      devices_.emplace(&executor->device(), ImaginedDevice(executor->device(), stats_, &plan_));
+    }
+  }
+
+  v1::PlanResponse Run() {
+    Executor& home = core_.Place(model_);
+    plan_.set_device(home.device().name());
+    plan_.set_fits(RunAll(home));
+    if (plan_.fits() && timed_) plan_.set_seconds(seconds_ + LoadSeconds());
+    return std::move(plan_);
+  }
+
+ private:
+  bool RunAll(Executor& home) {
+    int64_t missing = 0;  // LoRAs are promised together
+    for (const LoraChoice& lora : loras_) {
+      if (!ram_.Has(lora.request.key.ToString())) missing += lora.request.loader.estimated_bytes;
+    }
+    if (missing > 0 && !ram_.Promise(missing, absl::StrCat("a set of ", loras_.size(), " LoRAs"))) return false;
+    ram_.GiveBack(missing);
+    for (const LoraChoice& lora : loras_) {
+      if (!ram_.Lock(lora.request.key.ToString(), "lora", lora.request.loader.estimated_bytes)) return false;
+    }
+    const Pipeline& pipeline = *model_.pipeline;
+    if (params_.init_image.defined() &&
+        !ram_.Promise(static_cast<int64_t>(params_.init_image.nbytes()), "pictures of a request")) {
+      return false;
+    }
+    for (const std::string& component : pipeline.EncoderComponents(params_)) {
+      if (!EncodeText(component, core_.PlaceEncoder(model_, component, home))) return false;
+    }
+    if (params_.init_image.defined() && !RunPhase(pipeline.image_encoder_component(), home, 1, /*can_tile=*/true)) {
+      return false;
+    }
+    if (!RunPhase(pipeline.denoiser_component(), home, Steps(), /*can_tile=*/false)) return false;
+    const auto pictures = static_cast<int64_t>(params_.seeds.size());
+    return ram_.Promise(2 * 3 * *params_.width * *params_.height * pictures, "pictures") &&
+           RunPhase(pipeline.decoder_component(), home, pictures, /*can_tile=*/true);
+  }
+
+  // Steps that are run of those that were asked for; the family decides, this is near enough for a time.
+  int64_t Steps() const {
+    if (!params_.init_image.defined()) return *params_.steps;
+    return std::max<int64_t>(1, static_cast<int64_t>(static_cast<double>(*params_.steps) * *params_.strength));
+  }
+
+  bool EncodeText(const std::string& component, Executor& executor) {
+    std::vector<std::pair<std::string, ConditioningSource>> named;
+    for (const LoraChoice& lora : loras_) {
+      if (Reaches(lora, component)) named.push_back({lora.name, {lora.request.key, lora.weight}});
+    }
+    std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    std::vector<ConditioningSource> sources;
+    for (auto& [name, source] : named) sources.push_back(std::move(source));
+    const std::string key = ConditioningKey(model_, component, params_, sources, mode_).ToString();
+    if (ram_.Has(key)) {
+      ram_.Lock(key, "conditioning", 0);
+      v1::PlanResponse::Phase& phase = *plan_.add_phases();
+      phase.set_component(component);
+      phase.set_cached(true);
+      return true;
+    }
+    const int64_t bytes = model_.pipeline->ConditioningBytes(component, params_);
+    if (!ram_.Promise(bytes, "conditioning")) return false;
+    if (!RunPhase(component, executor, 1, /*can_tile=*/false)) return false;
+    ram_.Keep(absl::StrCat("conditioning of ", component), "conditioning", bytes);
+    return true;
+  }
+
+  // Whether a LoRA has layers for a component. One that is not in memory is taken to have some.
+  bool Reaches(const LoraChoice& lora, const std::string& component) const {
+    if (lora.weight == 0) return false;
+    const LockHandle handle = core_.cache->Peek(lora.request.key, "plan");
+    if (!handle) return true;
+    const auto report = LayerPatcher::Match(handle.As<ModelPatch>(), lora.name, lora.weight, model_.patch_targets);
+    return !report.ok() || report->matched.count(component) != 0;
+  }
+
+  bool RunPhase(const std::string& name, Executor& executor, int64_t slices, bool can_tile) {
+    const Component& component = model_.component(name);
+    const LockRequest request = model_.ComponentRequest(name);
+    const std::string key = request.key.ToString();
+    Device& device = executor.device();
+    const auto it = devices_.find(&device);
+    PhaseOptions options;
+    if (can_tile && tiling_ == v1::VAE_TILING_ALWAYS) options.tile = model_.pipeline->SmallerTile(params_, 0);
+    if (!ram_.Lock(key, component.name, request.loader.estimated_bytes)) return false;
+
+    v1::PlanResponse::Phase phase;
+    phase.set_component(name);
+    phase.set_device(device.name());
+    const std::string measurement = MeasurementKey(model_, component, params_, options, device);
+    const auto measured = core_.measurements->Find(measurement);
+    const int64_t working = core_.measurements->WorkingBytes(
+        measurement, model_.pipeline->WorkingBytes(name, params_, options));
+    phase.set_working_bytes(working);
+    phase.set_working_measured(measured && measured->working_bytes > 0);
+    if (measured) {
+      phase.set_seconds(measured->seconds_per_slice * static_cast<double>(slices));
+      seconds_ += phase.seconds();
+    } else {
+      timed_ = false;
+    }
+    const int64_t overlay = OverlayBytes(component);
+    const std::string what = absl::StrCat("working memory of ", name);
+    if (it == devices_.end()) {
+      if (!ram_.Promise(working, what) || !ram_.Promise(overlay, "patches")) return false;
+      ram_.GiveBack(working + overlay);
+    } else {
+      int64_t ring = 0;
+      const ResidencyMode mode = core_.config.residency == "stream" ? ResidencyMode::kStream
+                                 : core_.config.residency == "full" ? ResidencyMode::kFull
+                                                                    : ResidencyMode::kAuto;
+      if (!it->second.Promise(working, what) ||
+          !it->second.Lock(key, component.name, DescribeBlocks(component), mode,
+                           static_cast<int32_t>(core_.config.ring_blocks), &phase, &ring) ||
+          !it->second.Promise(overlay, "patches")) {
+        return false;
+      }
+      it->second.GiveBack(working + ring + overlay);
+      it->second.Unlock(key);
+    }
+    *plan_.add_phases() = std::move(phase);
+    ram_.Unlock(key);
+    return true;
+  }
+
+  // What patches add beside the weights of a component, if they are for it; from the files' sizes.
+  int64_t OverlayBytes(const Component& component) const {
+    if (!component.patch_target || mode_ == PatchMode::kDirect) return 0;
+    int64_t bytes = 0;
+    for (const LoraChoice& lora : loras_) {
+      if (Reaches(lora, component.name)) bytes += lora.request.loader.estimated_bytes;
+    }
+    return bytes;
+  }
+
+  double LoadSeconds() const {
+    double seconds = 0;
+    for (const v1::PlanResponse::Load& load : plan_.loads()) {
+      double known_seconds = 0, known_bytes = 0;
+      for (const RecordStats& r : stats_.records) {
+        if (r.kind != load.kind()) continue;
+        known_seconds += r.load_seconds;
+        known_bytes += static_cast<double>(r.bytes);
+      }
+      const auto bytes = static_cast<double>(load.bytes());
+      seconds += known_bytes > 0 ? bytes * known_seconds / known_bytes : bytes * GreedyDual::Cost(0, 1);
+    }
+    return seconds;
+  }
+
+  ServerCore& core_;
+  const OpenModel& model_;
+  const GenerateParams params_;
+  const std::vector<LoraChoice> loras_;
+  const PatchMode mode_;
+  const v1::VaeTiling tiling_;
+  const CacheStats stats_;
+  v1::PlanResponse plan_;
+  ImaginedCache ram_;
+  std::map<const Device*, ImaginedDevice> devices_;
+  double seconds_ = 0;
+  bool timed_ = true;
+};
+
+}  // namespace
+
+absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest& request) {
+  const std::string& name = request.model().empty() ? core.config.default_model : request.model();
+  if (name.empty()) return FieldError("model", "no model was named, and this server has no default");
+  ASSIGN_OR_RETURN(const std::shared_ptr<const OpenModel> model, core.catalog->Model(name));
+  ASSIGN_OR_RETURN(const PatchMode mode, PatchModeFromProto(request.patch_mode(), core.config));
+  ASSIGN_OR_RETURN(std::vector<LoraChoice> loras,
+                   ResolveLoras({request.loras().begin(), request.loras().end()}, *core.catalog));
+  ASSIGN_OR_RETURN(GenerateParams params, ParamsFromProto(request.params(), core.config));
+  RETURN_IF_ERROR(model->pipeline->Validate(params));
+  RETURN_IF_ERROR(CheckPixels(params, core.config));
+  return Planner(core, *model, std::move(params), std::move(loras), mode, request.params().vae_tiling()).Run();
+}
+
+}  // namespace latentd
