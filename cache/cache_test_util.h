@@ -71,7 +71,8 @@ class Blob : public Resource {
     if (on_copy) RETURN_IF_ERROR(on_copy());
     std::vector<std::shared_ptr<void>> memory(blocks_.size());
     for (size_t i = 0; i < blocks_.size(); ++i) {
-      if (stop.stop_requested()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "copy cancelled");
+      if (stop.stop_requested())
+        return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "copy cancelled");
       if (!resident.empty() && !resident[i]) continue;
       if (have != nullptr) memory[i] = static_cast<const BlobCopy*>(have)->memory()[i];
       if (memory[i] != nullptr) continue;
@@ -134,8 +135,7 @@ class CacheTest : public ::testing::Test {
   // A loader of a resource of `units`; on a device it is one block, or those of `blocks` (in units too).
   Loader Load(int64_t units, std::vector<ResourceBlock> blocks = {}) {
     for (ResourceBlock& block : blocks) block.bytes *= kUnit;
-    return {"test", units * kUnit,
-            [this, units, blocks](const LoadContext&) -> Loaded {
+    return {"test", units * kUnit, [this, units, blocks](const LoadContext&) -> Loaded {
               ++loads;
               return std::make_shared<const Blob>(units * kUnit, &alive, blocks);
             }};

@@ -43,7 +43,8 @@ TEST(Device, SpecsThatMakeNoSenseAreRefusedWithTheSpelling) {
 
 TEST(Device, CudaSpecsAreReadAndADeviceThatIsNotThereIsAnError) {
   RamBudget ram(100);
-  for (const char* bad : {"cuda:", "cuda:x", "cuda:-1", "cuda:0=", "cuda:0=much", "cuda:0=0", "cuda=1GiB", "cuda0"}) {
+  for (const char* bad :
+       {"cuda:", "cuda:x", "cuda:-1", "cuda:0=", "cuda:0=much", "cuda:0=0", "cuda=1GiB", "cuda0"}) {
     EXPECT_EQ(MakeDevice(bad, &ram).status().code(), absl::StatusCode::kInvalidArgument) << bad;
   }
   const int count = CudaDeviceCount();
@@ -61,12 +62,14 @@ TEST(Device, SizesHaveUnits) {
   EXPECT_EQ(*ParseBytes("123"), 123);
   EXPECT_EQ(*ParseBytes("1.5GiB"), 1610612736);
   EXPECT_EQ(*ParseBytes("2 MB"), 2'000'000);
-  for (const char* bad : {"", "GiB", "1XB", "-1", "99999999999TiB"}) EXPECT_FALSE(ParseBytes(bad).ok()) << bad;
+  for (const char* bad : {"", "GiB", "1XB", "-1", "99999999999TiB"})
+    EXPECT_FALSE(ParseBytes(bad).ok()) << bad;
 }
 
 TEST(Device, EveryKindHasAName) {
   std::set<absl::string_view> names;
-  for (DeviceKind kind : {DeviceKind::kCpu, DeviceKind::kSim, DeviceKind::kCuda}) names.insert(DeviceKindName(kind));
+  for (DeviceKind kind : {DeviceKind::kCpu, DeviceKind::kSim, DeviceKind::kCuda})
+    names.insert(DeviceKindName(kind));
   EXPECT_EQ(names, (std::set<absl::string_view>{"cpu", "sim", "cuda"}));
   EXPECT_EQ(DeviceKindName(static_cast<DeviceKind>(99)), "");
 }
@@ -230,9 +233,8 @@ TEST(SimDevice, ForeignBytesLowerWhatThereIs) {
             "BUDGET_EXHAUSTED");
   auto fits = sim.budget().TryReserve({.bytes = 600, .owner = "a", .what = "test"});
   EXPECT_TRUE(fits.ok());
-  std::thread waiter([&] {
-    EXPECT_TRUE(sim.budget().Reserve({.bytes = 300, .owner = "b", .what = "test"}).ok());
-  });
+  std::thread waiter(
+      [&] { EXPECT_TRUE(sim.budget().Reserve({.bytes = 300, .owner = "b", .what = "test"}).ok()); });
   WaitUntil([&] { return sim.budget().stats().waiting == 1; });
   sim.SetForeignBytes(0);
   waiter.join();

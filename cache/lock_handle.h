@@ -49,12 +49,13 @@ class LockHandle {
  private:
   friend class ModelCache;
   friend class DeviceLock;
-  LockHandle(ModelCache* cache, std::shared_ptr<CacheRecord> record, std::string owner)
-      : cache_(cache), record_(std::move(record)), owner_(std::move(owner)) {}
+  LockHandle(ModelCache* cache, std::shared_ptr<CacheRecord> record, std::string owner, bool counts)
+      : cache_(cache), record_(std::move(record)), owner_(std::move(owner)), counts_(counts) {}
 
   ModelCache* cache_ = nullptr;
   std::shared_ptr<CacheRecord> record_;
   std::string owner_;
+  bool counts_ = true;  // as a use of the record
 };
 
 // Keeps a record usable on one device, and the working memory of what is done with it promised. Holds a lock

@@ -196,8 +196,8 @@ TEST(MemoryBudget, RaisingTheCapLetsWaitersIn) {
   waiter.join();
 }
 
-// Whoever was just served holds bytes and goes on: nobody may take it for one that waits, not even in the moment
-// before its thread runs, and refuse another for that.
+// Whoever was just served holds bytes and goes on: nobody may take it for one that waits, not even in the
+// moment before its thread runs, and refuse another for that.
 TEST(MemoryBudget, AServedWaiterIsNeverTakenForOneThatWaits) {
   constexpr int kThreads = 4;
   const int rounds = kSanitized ? 2000 : 20000;
@@ -411,7 +411,8 @@ TEST(MemoryBudget, ACycleIsSeenOverAllBudgetsThatBelongTogether) {
   WaitUntil([&] { return device.stats().waiting == 1; });
   auto newer = ram.Reserve(Ask(10, "b"));
   EXPECT_EQ(ErrorReason(newer.status()), "BUDGET_CYCLE");
-  EXPECT_EQ(GetErrorDetails(newer.status()).at("cycle"), "a waits for test in sim:0; b waits for test in ram");
+  EXPECT_EQ(GetErrorDetails(newer.status()).at("cycle"),
+            "a waits for test in sim:0; b waits for test in ram");
   {
     MutexLock lock(&of_device.mu);
     of_device.held = {};

@@ -27,13 +27,21 @@ absl::string_view EvictReasonName(EvictReason reason) {
 
 // One load in progress; whoever wants its key waits here.
 struct ModelCache::Loading {
+  struct Waiter {
+    const std::string& owner;
+    LockHandle handle = {};
+  };
+
   std::atomic<int> wanted{0};   // callers that still want the result
   bool done = false;            // guarded by mu_
   absl::Status status;          // guarded by mu_
   bool others_try = false;      // guarded by mu_: the error is about the caller who loaded, not about the key
-  bool drop_when_done = false;  // guarded by mu_: the key was dropped meanwhile
-  RecordPtr record;             // guarded by mu_
-  Waiting waiting;              // guarded by mu_
+  bool drop_when_done = false;  // guarded by mu_: the key, or a source, was dropped meanwhile
+  std::vector<std::string> sources;  // constant
+  // Guarded by mu_. They get their locks together with the one who loads, and not when they get to run: until
+  // then the record could be evicted.
+  std::vector<Waiter*> waiters;
+  Waiting waiting;  // guarded by mu_
   std::map<int, std::function<void(int64_t, int64_t)>> listeners;  // guarded by listeners_mu
   Mutex listeners_mu;
   int next_listener = 0;
@@ -62,6 +70,11 @@ absl::StatusOr<std::shared_ptr<const Resource>> LoadWithoutThrowing(const Loader
   }
 }
 
+bool MadeFrom(const std::vector<std::string>& sources, const ModelKey& pattern) {
+  return std::any_of(sources.begin(), sources.end(),
+                     [&](const std::string& id) { return pattern.Covers({id, ""}); });
+}
+
 absl::Status ShuttingDown() {
   return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
 }
@@ -76,6 +89,7 @@ LockHandle& LockHandle::operator=(LockHandle&& other) noexcept {
     cache_ = std::exchange(other.cache_, nullptr);
     record_ = std::move(other.record_);
     owner_ = std::move(other.owner_);
+    counts_ = other.counts_;
     other.record_ = nullptr;
   }
   return *this;
@@ -92,7 +106,7 @@ LockHandle LockHandle::Share(std::string owner) const {
 
 void LockHandle::Release() {
   if (record_ == nullptr) return;
-  cache_->Unlock(std::move(record_), owner_);
+  cache_->Unlock(std::move(record_), owner_, counts_);
   record_ = nullptr;
   cache_ = nullptr;
 }
@@ -125,18 +139,20 @@ void ModelCache::Index(const RecordPtr& record) {
 LockHandle ModelCache::AddLock(const RecordPtr& record, const std::string& owner) {
   record->holders.Add(owner);
   order_.Use(record->worth, record->cost());
-  return LockHandle(this, record, owner);
+  return LockHandle(this, record, owner, /*counts=*/true);
 }
 
-void ModelCache::Unlock(RecordPtr record, const std::string& owner) {
+void ModelCache::Unlock(RecordPtr record, const std::string& owner, bool counts) {
   bool free = false;
   {
     MutexLock lock(&mu_);
     record->holders.Remove(owner);
+    if (counts) {  // it was in use until now
+      record->last_used = clock_();
+      order_.Use(record->worth, record->cost());
+    }
     if (record->holders.empty()) {
       free = true;
-      record->last_used = clock_();
-      order_.Use(record->worth, record->cost());  // it was in use until now
       if (!record->indexed && stale_.erase(record) != 0) {
         auto accounted = record->accounted.lock();
         MutexLock leaving(&leaving_->mu);
@@ -241,9 +257,7 @@ Reclaimer::Held ModelCache::HeldBytes() const {
 std::vector<ModelCache::RecordPtr> ModelCache::Covered(const ModelKey& pattern) const {
   std::vector<RecordPtr> covered;
   for (const auto& [key, record] : index_) {
-    const bool made_from_it = std::any_of(record->sources.begin(), record->sources.end(),
-                                          [&](const std::string& id) { return pattern.Covers({id, ""}); });
-    if (pattern.Covers(key) || made_from_it) covered.push_back(record);
+    if (pattern.Covers(key) || MadeFrom(record->sources, pattern)) covered.push_back(record);
   }
   return covered;
 }
@@ -260,7 +274,7 @@ DropResult ModelCache::Drop(const ModelKey& pattern) {
     Evict(record, EvictReason::kDrop);
   }
   for (auto& [key, loading] : loading_) {
-    if (pattern.Covers(key)) loading->drop_when_done = true;
+    if (pattern.Covers(key) || MadeFrom(loading->sources, pattern)) loading->drop_when_done = true;
   }
   return result;
 }
@@ -297,7 +311,7 @@ LockHandle ModelCache::Peek(const ModelKey& key, const std::string& owner) {
   auto it = index_.find(key);
   if (it == index_.end() || shutting_down_) return {};
   it->second->holders.Add(owner);
-  return LockHandle(this, it->second, owner);
+  return LockHandle(this, it->second, owner, /*counts=*/false);
 }
 
 absl::StatusOr<LockHandle> ModelCache::Insert(const ModelKey& key, const std::string& kind,
@@ -341,6 +355,7 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
   });
 
   std::shared_ptr<Loading> loading;
+  Loading::Waiter me{options.owner};
   bool mine = false;
   {
     MutexLock lock(&mu_);
@@ -352,11 +367,13 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
     auto [it, inserted] = loading_.try_emplace(key);
     if (inserted) {
       it->second = std::make_shared<Loading>();
+      it->second->sources = loader.sources;
       ++counters_.misses;
       mine = true;
     }
     loading = it->second;
     ++loading->wanted;
+    if (!mine) loading->waiters.push_back(&me);
   }
   int listener = -1;
   if (options.progress) {
@@ -404,11 +421,12 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
       }
     }
     loading->waiting.Remove(&entry);
+    std::erase(loading->waiters, &me);
     --loading->wanted;
     if (loading->done) {
       if (loading->status.ok()) {
         ++counters_.hits;
-        result = AddLock(loading->record, options.owner);
+        result = std::move(me.handle);
       } else if (loading->others_try || absl::IsCancelled(loading->status)) {
         again = true;  // whoever loaded it gave up, or got no memory: for its deadline or for what it holds
       } else {
@@ -471,7 +489,6 @@ absl::StatusOr<LockHandle> ModelCache::Load(const ModelKey& key, const Loader& l
     ++counters_.load_failures;
     return record.status();
   }
-  loading->record = *record;
   (*record)->accounted.lock()->memory.Commit();
   counters_.bytes_loaded += (*record)->bytes;
   if (loading->drop_when_done) {
@@ -481,6 +498,7 @@ absl::StatusOr<LockHandle> ModelCache::Load(const ModelKey& key, const Loader& l
   } else {
     Index(*record);
   }
+  for (Loading::Waiter* waiter : loading->waiters) waiter->handle = AddLock(*record, waiter->owner);
   return AddLock(*record, options.owner);
 }
 

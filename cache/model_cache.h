@@ -80,7 +80,7 @@ class LoadContext {
 struct Loader {
   std::string kind;             // "transformer", "lora", …; shown in statistics
   int64_t estimated_bytes = 0;  // upper bound of the resource's bytes(); reserved before `load` runs
-  std::function<absl::StatusOr<std::shared_ptr<const Resource>>(const LoadContext&)> load;
+  std::function<absl::StatusOr<std::shared_ptr<const Resource>>(const LoadContext&)> load = {};
   MemoryUse use = MemoryUse::kWeights;  // one of those that records are made of
   std::vector<std::string> sources = {};  // ids of what it was made from: dropping one of them drops it too
 };
@@ -200,7 +200,7 @@ class ModelCache : public Reclaimer {
                       std::shared_ptr<const Resource> resource, Reservation memory, double seconds);
   void Index(const RecordPtr& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   LockHandle AddLock(const RecordPtr& record, const std::string& owner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Unlock(RecordPtr record, const std::string& owner);
+  void Unlock(RecordPtr record, const std::string& owner, bool counts);
 
   // What `pattern` covers, and what was made from it.
   std::vector<RecordPtr> Covered(const ModelKey& pattern) const ABSL_SHARED_LOCKS_REQUIRED(mu_);

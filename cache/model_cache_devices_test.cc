@@ -233,7 +233,8 @@ TEST_F(DevicesTest, APartialCopyGrowsWhenThereIsRoomAndWhoeverUsesTheOldOneKeeps
   EXPECT_EQ(part.As<BlobCopy>().memory(), memory);  // as it was
   EXPECT_NE(part.resource(), all.resource());
   for (size_t i = 0; i < memory.size(); ++i) {
-    EXPECT_TRUE(memory[i] == nullptr || all.As<BlobCopy>().memory()[i] == memory[i]);  // taken over, not copied
+    EXPECT_TRUE(memory[i] == nullptr ||
+                all.As<BlobCopy>().memory()[i] == memory[i]);  // taken over, not copied
   }
   EXPECT_EQ(Of(sim0).copied_bytes, had + (60 * kUnit - had));
   EXPECT_EQ(sim0.budget().stats().use(MemoryUse::kWeights).in_use_bytes, 60 * kUnit);
@@ -260,8 +261,9 @@ TEST_F(DevicesTest, TwoLocksShareOnePartialCopyAndHaveARingEach) {
   EXPECT_EQ(sim0.budget().stats().use(MemoryUse::kStaging).reserved_bytes, 24 * kUnit);
   EXPECT_EQ(Of(sim0).copies, 1);
   EXPECT_EQ(Of(sim0).streamed_locks, 2);
-  EXPECT_EQ(ErrorReason(cache.LockOnDevice(a, sim0, {.owner = "z", .deadline = absl::InfinitePast()}).status()),
-            "BUDGET_EXHAUSTED");  // no room for a third ring
+  EXPECT_EQ(
+      ErrorReason(cache.LockOnDevice(a, sim0, {.owner = "z", .deadline = absl::InfinitePast()}).status()),
+      "BUDGET_EXHAUSTED");  // no room for a third ring
   ExpectBalanced();
 }
 
@@ -326,7 +328,8 @@ TEST_F(DevicesTest, WhatHasNothingToStreamIsResidentWhateverWasAskedFor) {
 TEST_F(DevicesTest, AllOfItOrAnErrorMeansThat) {
   LockHandle a = MustLock("a", Streamable());
   Reservation other = Occupy(sim0, 30);
-  const DeviceLockOptions full = {.owner = "me", .mode = ResidencyMode::kFull, .deadline = absl::InfinitePast()};
+  const DeviceLockOptions full = {
+      .owner = "me", .mode = ResidencyMode::kFull, .deadline = absl::InfinitePast()};
   EXPECT_EQ(ErrorReason(cache.LockOnDevice(a, sim0, full).status()), "BUDGET_EXHAUSTED");
   MustLockOn(sim0, a).Release();  // a part
   EXPECT_EQ(ErrorReason(cache.LockOnDevice(a, sim0, full).status()), "BUDGET_EXHAUSTED");
@@ -340,8 +343,9 @@ TEST_F(DevicesTest, AllOfItOrAnErrorMeansThat) {
 TEST_F(DevicesTest, TheSmallestPartThatDoesNotFitIsAnError) {
   LockHandle a = MustLock("a", Streamable());
   Reservation other = Occupy(sim0, 70);
-  EXPECT_EQ(ErrorReason(cache.LockOnDevice(a, sim0, {.owner = "me", .deadline = absl::InfinitePast()}).status()),
-            "BUDGET_EXHAUSTED");
+  EXPECT_EQ(
+      ErrorReason(cache.LockOnDevice(a, sim0, {.owner = "me", .deadline = absl::InfinitePast()}).status()),
+      "BUDGET_EXHAUSTED");
   sim0.budget().set_cap(17 * kUnit);
   EXPECT_EQ(ErrorReason(cache.LockOnDevice(a, sim0, {.owner = "me"}).status()), "MODEL_EXCEEDS_BUDGET");
   EXPECT_EQ(There("a").bytes, 0);
@@ -362,8 +366,12 @@ TEST_F(DevicesTest, TheBlocksThatAreNamedAreThereAndNoOthers) {
   EXPECT_EQ(ResidentBlocks(e), 4);  // what was there stays
   EXPECT_EQ(ResidentBlocks(d), 3);
   Reservation other = Occupy(sim0, 55);
-  EXPECT_EQ(ErrorReason(cache.LockOnDevice(a, sim0, {.owner = "me", .blocks = std::vector<bool>(10, true),
-                                                     .deadline = absl::InfinitePast()}).status()),
+  EXPECT_EQ(ErrorReason(cache
+                            .LockOnDevice(a, sim0,
+                                          {.owner = "me",
+                                           .blocks = std::vector<bool>(10, true),
+                                           .deadline = absl::InfinitePast()})
+                            .status()),
             "BUDGET_EXHAUSTED");
   ExpectBalanced();
 }
@@ -451,7 +459,8 @@ TEST_F(DevicesTest, ACancelledMoveStopsBetweenBlocks) {
                   return blob;
                 }};
   LockHandle a = MustLock("a", loader);
-  EXPECT_TRUE(absl::IsCancelled(cache.LockOnDevice(a, sim0, {.owner = "me", .stop = stop.get_token()}).status()));
+  EXPECT_TRUE(
+      absl::IsCancelled(cache.LockOnDevice(a, sim0, {.owner = "me", .stop = stop.get_token()}).status()));
   EXPECT_EQ(sim0.allocated_bytes(), 0);
   EXPECT_EQ(sim0.budget().stats().reserved_bytes, 0);
 }
@@ -467,7 +476,8 @@ class TurnsTest : public DevicesTest {
               blob->on_copy = [this] {
                 ++copying;
                 WaitUntil([this] { return copying <= allowed; });
-                return fail ? MakeError(absl::StatusCode::kInternal, "COPY_FAILED", "told to") : absl::OkStatus();
+                return fail ? MakeError(absl::StatusCode::kInternal, "COPY_FAILED", "told to")
+                            : absl::OkStatus();
               };
               return blob;
             }};
@@ -489,13 +499,17 @@ TEST_F(TurnsTest, OnlyOneMovesARecordToADeviceAndTheOthersWaitAndUseIt) {
     for (int t = 0; t < 8; ++t) waiting += Waits(absl::StrCat(t));
     return waiting == 7;
   });
-  EXPECT_EQ(ErrorReason(cache.LockOnDevice(a, sim0, {.owner = "late", .deadline = absl::InfinitePast()}).status()),
-            "DEADLINE_EXCEEDED");
+  EXPECT_EQ(
+      ErrorReason(cache.LockOnDevice(a, sim0, {.owner = "late", .deadline = absl::InfinitePast()}).status()),
+      "DEADLINE_EXCEEDED");
   std::stop_source stop;
   stop.request_stop();
-  EXPECT_TRUE(absl::IsCancelled(cache.LockOnDevice(a, sim0, {.owner = "gone",
-                                                             .deadline = absl::Now() + absl::Milliseconds(1),
-                                                             .stop = stop.get_token()}).status()));
+  EXPECT_TRUE(absl::IsCancelled(
+      cache
+          .LockOnDevice(
+              a, sim0,
+              {.owner = "gone", .deadline = absl::Now() + absl::Milliseconds(1), .stop = stop.get_token()})
+          .status()));
   allowed = 1;
   for (auto& t : threads) t.join();
   EXPECT_EQ(copying, 1);
@@ -601,13 +615,14 @@ TEST_F(DevicesTest, StormsOfPartialLocksKeepTheDevicesBudget) {
       threads.emplace_back([&, t] {
         std::mt19937 random(t);
         for (int i = 0; i < rounds; ++i) {
-          LockHandle h = MustLock(random() % 2 == 0 ? "a" : "b", Load(40, Blocks(4, std::vector<int64_t>(9, 4))),
-                                  absl::StrCat(t));
+          LockHandle h = MustLock(random() % 2 == 0 ? "a" : "b",
+                                  Load(40, Blocks(4, std::vector<int64_t>(9, 4))), absl::StrCat(t));
           if (!h) continue;
-          const auto lock = cache.LockOnDevice(
-              h, random() % 4 == 0 ? sim1 : sim0,
-              {.owner = absl::StrCat(t), .working_bytes = static_cast<int64_t>(random() % 30) * kUnit,
-               .mode = static_cast<ResidencyMode>(random() % 3), .ring_slots = static_cast<int32_t>(random() % 4)});
+          const auto lock = cache.LockOnDevice(h, random() % 4 == 0 ? sim1 : sim0,
+                                               {.owner = absl::StrCat(t),
+                                                .working_bytes = static_cast<int64_t>(random() % 30) * kUnit,
+                                                .mode = static_cast<ResidencyMode>(random() % 3),
+                                                .ring_slots = static_cast<int32_t>(random() % 4)});
           if (!lock.ok()) {
             const std::string reason = ErrorReason(lock.status());
             EXPECT_TRUE(reason == "BUDGET_EXHAUSTED" || reason == "BUDGET_CYCLE") << lock.status();

@@ -119,9 +119,10 @@ TEST_F(ModelCacheTest, TryLockFindsWhatIsThereAndNothingElse) {
 }
 
 TEST_F(ModelCacheTest, WhatWasComputedBecomesARecordWithItsPromise) {
-  Reservation memory = *ram.Reserve({.bytes = 50 * kUnit, .use = MemoryUse::kMerged, .owner = "me", .what = "merge"});
-  auto h = cache.Insert({"a+lora", ""}, "merged", std::make_shared<const Blob>(40 * kUnit, &alive), std::move(memory),
-                        2.5, "me");
+  Reservation memory =
+      *ram.Reserve({.bytes = 50 * kUnit, .use = MemoryUse::kMerged, .owner = "me", .what = "merge"});
+  auto h = cache.Insert({"a+lora", ""}, "merged", std::make_shared<const Blob>(40 * kUnit, &alive),
+                        std::move(memory), 2.5, "me");
   ASSERT_TRUE(h.ok()) << h.status();
   const RecordStats r = Record("a+lora");
   EXPECT_EQ(r.use, MemoryUse::kMerged);
@@ -250,7 +251,8 @@ TEST_F(ModelCacheTest, AFailedLoadGivesItsErrorToAllAndItsMemoryBack) {
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) {
     threads.emplace_back([&, i] {
-      EXPECT_EQ(ErrorReason(cache.Lock({"a", ""}, loader, {.owner = absl::StrCat(i)}).status()), "CORRUPT_FILE");
+      EXPECT_EQ(ErrorReason(cache.Lock({"a", ""}, loader, {.owner = absl::StrCat(i)}).status()),
+                "CORRUPT_FILE");
     });
   }
   WaitUntil([&] { return loading && Waits("0") + Waits("1") + Waits("2") + Waits("3") == 3; });
@@ -265,8 +267,8 @@ TEST_F(ModelCacheTest, ALoadGoesOnWhileAnybodyWantsItAndStopsWhenNobodyDoes) {
   const Loader loader = LoadWhenTold(10);
   std::stop_source first, second;
   std::thread a([&] {
-    EXPECT_TRUE(absl::IsCancelled(
-        cache.Lock({"a", ""}, loader, {.owner = "a", .stop = first.get_token()}).status()));
+    EXPECT_TRUE(
+        absl::IsCancelled(cache.Lock({"a", ""}, loader, {.owner = "a", .stop = first.get_token()}).status()));
   });
   WaitUntil([&] { return loading.load(); });
   std::thread b([&] {
@@ -288,8 +290,8 @@ TEST_F(ModelCacheTest, ALoadGoesOnWhileAnybodyWantsItAndStopsWhenNobodyDoes) {
 TEST_F(ModelCacheTest, AWaitForALoadEndsWithItsDeadlineAndTheLoadGoesOn) {
   std::thread a([&] { EXPECT_TRUE(cache.Lock({"a", ""}, LoadWhenTold(10), {.owner = "a"}).ok()); });
   WaitUntil([&] { return loading.load(); });
-  const auto late = cache.Lock({"a", ""}, Load(10),
-                               {.owner = "b", .deadline = absl::Now() + absl::Milliseconds(5)});
+  const auto late =
+      cache.Lock({"a", ""}, Load(10), {.owner = "b", .deadline = absl::Now() + absl::Milliseconds(5)});
   EXPECT_EQ(ErrorReason(late.status()), "DEADLINE_EXCEEDED");
   const auto never = cache.Lock({"a", ""}, Load(10), {.owner = "b", .deadline = absl::InfinitePast()});
   EXPECT_EQ(ErrorReason(never.status()), "DEADLINE_EXCEEDED");
@@ -303,8 +305,9 @@ TEST_F(ModelCacheTest, AWaitForALoadEndsWithItsDeadlineAndTheLoadGoesOn) {
 TEST_F(ModelCacheTest, MemoryRefusedToOneCallerIsNoAnswerForTheOthers) {
   LockHandle other = MustLock("other", 60, "other");
   std::thread hurried([&] {
-    EXPECT_EQ(ErrorReason(cache.Lock({"a", ""}, Load(60),
-                                     {.owner = "hurried", .deadline = absl::Now() + absl::Milliseconds(50)})
+    EXPECT_EQ(ErrorReason(cache
+                              .Lock({"a", ""}, Load(60),
+                                    {.owner = "hurried", .deadline = absl::Now() + absl::Milliseconds(50)})
                               .status()),
               "BUDGET_EXHAUSTED");
   });
@@ -327,16 +330,22 @@ TEST_F(ModelCacheTest, EverybodyWhoWaitsForALoadHearsOfItsProgress) {
   };
   std::atomic<int64_t> heard_a = 0, heard_b = 0;
   std::thread a([&] {
-    EXPECT_TRUE(cache.Lock({"a", ""}, loader, {.owner = "a", .progress = [&](int64_t done, int64_t total) {
-                                                 EXPECT_EQ(total, 10);
-                                                 heard_a += done;
-                                               }}).ok());
+    EXPECT_TRUE(cache
+                    .Lock({"a", ""}, loader,
+                          {.owner = "a",
+                           .progress =
+                               [&](int64_t done, int64_t total) {
+                                 EXPECT_EQ(total, 10);
+                                 heard_a += done;
+                               }})
+                    .ok());
   });
   WaitUntil([&] { return loading.load(); });
   std::thread b([&] {
-    EXPECT_TRUE(cache.Lock({"a", ""}, loader, {.owner = "b", .progress = [&](int64_t done, int64_t) {
-                                                 heard_b += done;
-                                               }}).ok());
+    EXPECT_TRUE(cache
+                    .Lock({"a", ""}, loader,
+                          {.owner = "b", .progress = [&](int64_t done, int64_t) { heard_b += done; }})
+                    .ok());
   });
   WaitUntil([&] { return Waits("b"); });
   go_on = true;
@@ -376,8 +385,8 @@ TEST_F(ModelCacheTest, AKeyDroppedWhileItLoadsIsStaleFromTheStart) {
   ExpectBalanced();
 }
 
-// As MemoryBudget.AServedWaiterIsNeverTakenForOneThatWaits, for those who wait for a load: they hold its record
-// from the moment at which it is done, and nobody who waits for memory may be refused because of them.
+// As MemoryBudget.AServedWaiterIsNeverTakenForOneThatWaits, for those who wait for a load: they hold its
+// record from the moment at which it is done, and nobody who waits for memory may be refused because of them.
 TEST_F(ModelCacheTest, AWaiterWhoseLoadIsDoneIsNeverTakenForOneThatWaits) {
   const int rounds = kSanitized ? 300 : 3000;
   std::vector<std::thread> threads;
@@ -393,6 +402,32 @@ TEST_F(ModelCacheTest, AWaiterWhoseLoadIsDoneIsNeverTakenForOneThatWaits) {
   for (auto& t : threads) t.join();
   EXPECT_EQ(ram.stats().refused, 0);
   ExpectBalanced();
+}
+
+// The one who loads may let go, and everything may be evicted, before those who waited for the load run
+// again.
+TEST_F(ModelCacheTest, WhoeverWaitedForALoadHoldsItsRecordFromTheMomentAtWhichItIsThere) {
+  const int rounds = kSanitized ? 200 : 2000;
+  std::vector<std::thread> threads;
+  std::atomic<int> lost = 0;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      const std::string owner = absl::StrCat(t);
+      for (int i = 0; i < rounds; ++i) {
+        LockHandle h = MustLock("a", 40, owner);
+        const CacheStats stats = cache.Stats();
+        if (stats.records.size() != 1 || stats.leaving_bytes != 0 ||
+            std::count(stats.records[0].holders.begin(), stats.records[0].holders.end(), owner) != 1) {
+          ++lost;
+        }
+        h.Release();
+        cache.Trim(MemoryBudget::kUnlimited);
+      }
+    });
+  }
+  for (auto& t : threads) t.join();
+  EXPECT_EQ(lost, 0);
+  ExpectEmpty();
 }
 
 // ---------------------------------------------------------------------------------------------- evictions
@@ -412,6 +447,24 @@ TEST_F(ModelCacheTest, ARecordIsInUseUntilItIsLetGo) {
   a.Release();  // later than b
   MustLock("c", 40).Release();
   EXPECT_THAT(Ids(), ElementsAre("a", "c"));
+}
+
+TEST_F(ModelCacheTest, ALookAtARecordIsNoUseOfIt) {
+  EXPECT_FALSE(cache.Peek({"a", ""}, "plan"));
+  MustLock("a", 40).Release();
+  MustLock("b", 40).Release();
+  const absl::Time used = Now();
+  Advance(absl::Seconds(5));
+  LockHandle look = cache.Peek({"a", ""}, "plan");
+  ASSERT_TRUE(look);
+  EXPECT_THAT(Record("a").holders, ElementsAre("plan"));
+  EXPECT_EQ(cache.Trim(MemoryBudget::kUnlimited), 40 * kUnit);  // b, for a is held
+  MustLock("c", 40).Release();
+  look.Release();
+  EXPECT_EQ(Record("a").last_used, used);
+  EXPECT_EQ(cache.Stats().hits, 0);
+  MustLock("d", 40).Release();
+  EXPECT_THAT(Ids(), ElementsAre("c", "d"));
 }
 
 TEST_F(ModelCacheTest, WhatIsDearToLoadOutlivesWhatIsCheapAndGoesInTheEnd) {
@@ -475,6 +528,48 @@ TEST_F(ModelCacheTest, ADroppedRecordStaysWithItsHolderAndIsLoadedAnewForOthers)
   ExpectBalanced();
 }
 
+TEST_F(ModelCacheTest, UnloadingLeavesWhatIsHeldAsItIs) {
+  MustLock("a", 10).Release();
+  ASSERT_TRUE(cache.Lock({"a", "x"}, Load(10), {.owner = "me"}).ok());
+  LockHandle held = *cache.Lock({"a", "y"}, Load(10), {.owner = "me"});
+  const DropResult result = cache.Unload({"a", ""});
+  EXPECT_EQ(result.evicted_records, 2);
+  EXPECT_EQ(result.evicted_bytes, 20 * kUnit);
+  EXPECT_EQ(result.busy_records, 1);
+  EXPECT_EQ(result.stale_records, 0);
+  EXPECT_TRUE(cache.TryLock({"a", "y"}, "you"));
+  EXPECT_FALSE(cache.TryLock({"a", "x"}, "you"));
+  ExpectBalanced();
+}
+
+TEST_F(ModelCacheTest, WhatWasMadeFromARecordGoesWithIt) {
+  auto insert = [&](const std::string& id, std::vector<std::string> sources) {
+    return cache
+        .Insert({id, ""}, "merged", std::make_shared<const Blob>(10 * kUnit, &alive),
+                *ram.Reserve({.bytes = 10 * kUnit}), 1, "me", std::move(sources))
+        .ok();
+  };
+  ASSERT_TRUE(insert("model+lora", {"model", "lora"}));
+  ASSERT_TRUE(insert("model+other", {"model", "other"}));
+  EXPECT_EQ(cache.Drop({"lora", ""}).evicted_records, 1);
+  EXPECT_THAT(Ids(), ElementsAre("model+other"));
+  // While it is being made, too.
+  Loader loader = LoadWhenTold(10);
+  loader.sources = {"model", "lora"};
+  std::thread maker([&] {
+    LockHandle h = MustLock("model+lora", loader);
+    EXPECT_TRUE(Record("model+lora").holders.empty());  // it is stale from the start
+  });
+  WaitUntil([&] { return loading.load(); });
+  EXPECT_EQ(cache.Drop({"lora", ""}).evicted_records, 0);
+  go_on = true;
+  maker.join();
+  EXPECT_FALSE(cache.TryLock({"model+lora", ""}, "me"));
+  ASSERT_TRUE(insert("model+lora", {"model", "lora"}));
+  EXPECT_EQ(cache.Unload({"model", ""}).evicted_records, 2);
+  ExpectEmpty();
+}
+
 TEST_F(ModelCacheTest, WhatNobodyUsedForLongGoes) {
   MustLock("old", 10).Release();
   LockHandle held = MustLock("held", 10);
@@ -522,7 +617,8 @@ TEST_F(ModelCacheTest, EveryEvictionHasItsReasonAndTheLastOnesAreRemembered) {
   EXPECT_EQ(stats.evicted(EvictReason::kTrim), 1);
   EXPECT_EQ(stats.evicted(EvictReason::kKeepAlive), 1);
   std::vector<std::string> last;
-  for (const Eviction& e : stats.recent_evictions) last.push_back(absl::StrCat(e.key.id, "/", EvictReasonName(e.reason)));
+  for (const Eviction& e : stats.recent_evictions)
+    last.push_back(absl::StrCat(e.key.id, "/", EvictReasonName(e.reason)));
   EXPECT_THAT(last, ElementsAre("room/room", "drop/drop", "stale/drop", "trim/trim", "idle/keep_alive"));
   EXPECT_EQ(stats.recent_evictions[0].bytes, 60 * kUnit);
   EXPECT_EQ(stats.recent_evictions[0].time, Now() - absl::Seconds(1));
@@ -550,8 +646,9 @@ TEST_F(ModelCacheTest, WhatAReserveWouldEvictIsWhatItEvicts) {
     const int64_t missing = wanted - (budget.cap_bytes - budget.in_use_bytes - budget.reserved_bytes);
     const auto would = cache.WouldEvict(missing);
     const int64_t before = cache.Stats().evicted(EvictReason::kRoom);
-    auto r = random() % 2 == 0 ? ram.TryReserve({.bytes = wanted, .owner = "you", .deadline = absl::InfinitePast()})
-                               : ram.Reserve({.bytes = wanted, .owner = "you", .deadline = absl::InfinitePast()});
+    auto r = random() % 2 == 0
+                 ? ram.TryReserve({.bytes = wanted, .owner = "you", .deadline = absl::InfinitePast()})
+                 : ram.Reserve({.bytes = wanted, .owner = "you", .deadline = absl::InfinitePast()});
     const CacheStats stats = cache.Stats();
     EXPECT_EQ(r.ok(), missing <= 0 || !would.empty());
     ASSERT_EQ(stats.evicted(EvictReason::kRoom) - before, static_cast<int64_t>(would.size()));
@@ -588,9 +685,8 @@ TEST_F(ModelCacheTest, APointerThatOutlivesItsHandleKeepsItsBytesCounted) {
 TEST_F(ModelCacheTest, APointerMayOutliveTheCache) {
   RamBudget budget(100);
   auto other = std::make_unique<ModelCache>(&budget, std::vector<Device*>{});
-  Loader loader{"test", 10, [&](const LoadContext&) -> Loaded {
-                  return std::make_shared<const Blob>(10, &alive);
-                }};
+  Loader loader{"test", 10,
+                [&](const LoadContext&) -> Loaded { return std::make_shared<const Blob>(10, &alive); }};
   std::shared_ptr<const Resource> pointer = other->Lock({"a", ""}, loader, {.owner = "me"})->resource();
   other = nullptr;
   EXPECT_EQ(budget.stats().in_use_bytes, 10);
@@ -619,11 +715,20 @@ TEST_F(ModelCacheTest, EveryByteIsAccountedForAtEveryMomentOfAStorm) {
           auto h = cache.Lock({absl::StrCat(key), ""}, Load(10 + key * 5), {.owner = absl::StrCat(t)});
           if (!h.ok()) continue;
           switch (random() % 5) {
-            case 0: cache.Drop(h->key()); break;
-            case 1: cache.Trim(50 * kUnit); break;
-            case 2: kept = t == 0 ? h->resource() : nullptr; break;
-            case 3: kept = nullptr; break;
-            default: break;
+            case 0:
+              cache.Drop(h->key());
+              break;
+            case 1:
+              cache.Trim(50 * kUnit);
+              break;
+            case 2:
+              kept = t == 0 ? h->resource() : nullptr;
+              break;
+            case 3:
+              kept = nullptr;
+              break;
+            default:
+              break;
           }
         }
       });

@@ -44,7 +44,8 @@ TEST(ResidencyPlan, ResidentBlocksAreSpreadOverTheOrderOfUse) {
 
 TEST(ResidencyPlan, TheSmallestPlanIsWhatStaysAndTwoBuffers) {
   const auto blocks = Blocks(10, {20, 30, 20, 20});
-  for (int64_t available : {int64_t{0}, int64_t{-100}, std::numeric_limits<int64_t>::min() / 2, int64_t{50}}) {
+  for (int64_t available :
+       {int64_t{0}, int64_t{-100}, std::numeric_limits<int64_t>::min() / 2, int64_t{50}}) {
     const ResidencyPlan plan = PlanResidency(blocks, available, 4);
     EXPECT_EQ(plan.bytes(), 10 + 2 * 30);
     EXPECT_EQ(plan.resident, (std::vector<bool>{true, false, false, false, false}));
@@ -62,7 +63,8 @@ TEST(ResidencyPlan, ABufferIsAsLargeAsTheLargestBlockThatStreams) {
   const auto blocks = Blocks(0, {10, 10, 10, 40, 10, 10, 10, 10, 10, 10});
   const ResidencyPlan plan = PlanResidency(blocks, 125, 2);
   int64_t largest = 0;
-  for (size_t i = 0; i < blocks.size(); ++i) largest = std::max(largest, plan.resident[i] ? 0 : blocks[i].bytes);
+  for (size_t i = 0; i < blocks.size(); ++i)
+    largest = std::max(largest, plan.resident[i] ? 0 : blocks[i].bytes);
   EXPECT_EQ(plan.slot_bytes, largest);
 }
 

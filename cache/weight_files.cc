@@ -14,6 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "cache/error.h"
+#include "cache/fault_injection.h"
 #include "cache/mapped_file.h"
 #include "cache/shard_index.h"
 
@@ -114,6 +115,7 @@ absl::StatusOr<std::string> PickFile(const fs::path& folder) {
 
 absl::Status WeightFiles::AddFile(const std::string& path) {
   const std::string base = BaseName(path);
+  RETURN_IF_ERROR(MaybeFail(FaultPoint::kOpen, base));
   ASSIGN_OR_RETURN(std::shared_ptr<MappedFile> mapping, MappedFile::Open(path));
   uint64_t length = 0;
   if (mapping->size() >= 8) std::memcpy(&length, mapping->data(), 8);
@@ -178,6 +180,7 @@ absl::StatusOr<at::Tensor> WeightFiles::Read(absl::string_view name, bool comput
   const Entry& entry = tensors_.at(std::string(name));
   const File& file = files_[static_cast<size_t>(entry.file)];
   const TensorInfo& info = *entry.info;
+  RETURN_IF_ERROR(MaybeFail(FaultPoint::kRead, info.name));
   auto options = at::TensorOptions().dtype(ToScalarType(info.dtype));
   const uint8_t* bytes = file.mapping->data() + info.offset;
   if (info.bytes == 0) return at::empty(info.shape, options);

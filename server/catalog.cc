@@ -141,14 +141,14 @@ LockRequest OpenModel::ComponentRequest(const std::string& component_name) const
 absl::StatusOr<LockRequest> LoraFile::Request() const {
   auto files = WeightFiles::Open(path);
   if (!files.ok()) return WithPrefix(files.status(), absl::StrCat("LoRA ", name, ": "));
-  return LockRequest{
-      {id, ""},
-      {"lora", (*files)->tensor_bytes(),
-       [files = *files, name = name](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
-         auto patch = ModelPatch::Load(files, context);
-         if (!patch.ok()) return WithPrefix(patch.status(), absl::StrCat("LoRA ", name, ": "));
-         return *patch;
-       }}};
+  Loader loader{.kind = "lora", .estimated_bytes = (*files)->tensor_bytes(), .use = MemoryUse::kPatches};
+  loader.load = [files = *files,
+                 name = name](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
+    auto patch = ModelPatch::Load(files, context);
+    if (!patch.ok()) return WithPrefix(patch.status(), absl::StrCat("LoRA ", name, ": "));
+    return *patch;
+  };
+  return LockRequest{{id, ""}, std::move(loader)};
 }
 
 Catalog::Catalog(std::vector<std::string> model_roots, std::vector<std::string> lora_roots)

@@ -3,6 +3,7 @@
 #include <netdb.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -12,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -33,6 +35,8 @@ struct Interrupts {
   absl::Mutex mu;
   int count ABSL_GUARDED_BY(mu) = 0;
   grpc::ClientContext* call ABSL_GUARDED_BY(mu) = nullptr;
+  int watch ABSL_GUARDED_BY(mu) = -1;
+  std::function<void()> before_exit ABSL_GUARDED_BY(mu);
 };
 
 Interrupts& TheInterrupts() {
@@ -114,8 +118,12 @@ void InstallInterruptHandler() {
       sigwait(&signals, &signal);
       absl::MutexLock lock(&interrupts.mu);
       // With nothing to cancel, or nobody who listens, there is nothing to wait for.
-      if (++interrupts.count > 1 || interrupts.call == nullptr) _exit(kExitInterrupted);
-      interrupts.call->TryCancel();
+      if (++interrupts.count > 1 || (interrupts.call == nullptr && interrupts.watch < 0)) {
+        if (interrupts.before_exit) interrupts.before_exit();
+        _exit(kExitInterrupted);
+      }
+      if (interrupts.call != nullptr) interrupts.call->TryCancel();
+      if (interrupts.watch >= 0) eventfd_write(interrupts.watch, 1);
     }
   }).detach();
 }
@@ -123,6 +131,23 @@ void InstallInterruptHandler() {
 bool Interrupted() {
   absl::MutexLock lock(&TheInterrupts().mu);
   return TheInterrupts().count > 0;
+}
+
+InterruptWatch::InterruptWatch(std::function<void()> before_exit) : fd_(eventfd(0, EFD_CLOEXEC)) {
+  absl::MutexLock lock(&TheInterrupts().mu);
+  TheInterrupts().watch = fd_.get();
+  TheInterrupts().before_exit = std::move(before_exit);
+}
+
+InterruptWatch::~InterruptWatch() {
+  absl::MutexLock lock(&TheInterrupts().mu);
+  TheInterrupts().watch = -1;
+  TheInterrupts().before_exit = nullptr;
+}
+
+void CancelCall() {
+  absl::MutexLock lock(&TheInterrupts().mu);
+  if (TheInterrupts().call != nullptr) TheInterrupts().call->TryCancel();
 }
 
 Call::Call(const GlobalOptions& options, std::optional<absl::Duration> limit) {

@@ -4,6 +4,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/listener.h"
 
 namespace latentd::ctl {
 
@@ -29,6 +31,24 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const GlobalOptions& opti
 // Once, before the first thread starts.
 void InstallInterruptHandler();
 bool Interrupted();
+
+// While it lives, an interrupt makes fd() readable and leaves it to the owner to end; a second one still ends
+// the process, after `before_exit`. One at a time.
+class InterruptWatch {
+ public:
+  explicit InterruptWatch(std::function<void()> before_exit);
+  ~InterruptWatch();
+  InterruptWatch(const InterruptWatch&) = delete;
+  InterruptWatch& operator=(const InterruptWatch&) = delete;
+
+  int fd() const { return fd_.get(); }
+
+ private:
+  const Fd fd_;
+};
+
+// Cancels the call in progress, if there is one. Any thread.
+void CancelCall();
 
 // The context of one call, with the deadline, and cancelled by an interrupt. `limit` is the deadline where
 // the user gave none; without it there is none.

@@ -6,33 +6,30 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "absl/strings/strip.h"
 #include "cache/error.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "latentd/v1/cache.grpc.pb.h"
 #include "latentd/v1/denoise.grpc.pb.h"
 #include "latentd/v1/model.grpc.pb.h"
 #include "latentd/v1/server.grpc.pb.h"
+#include "server/ctl_memory.h"
 #include "server/ctl_text.h"
 
 namespace latentd::ctl {
 namespace {
-
-using Rows = std::vector<std::vector<std::string>>;
 
 // One unary call: connects, calls `method` of Service's stub, gives the response.
 template <typename Service, typename Request, typename Response>
 absl::StatusOr<Response> Ask(const GlobalOptions& global,
                              grpc::Status (Service::Stub::*method)(grpc::ClientContext*, const Request&,
                                                                    Response*),
-                             const Request& request) {
+                             const Request& request, std::optional<absl::Duration> limit = kUnaryLimit) {
   ASSIGN_OR_RETURN(auto channel, Connect(global));
   auto stub = Service::NewStub(channel);
-  Call call(global, kUnaryLimit);
+  Call call(global, limit);
   Response response;
   RETURN_IF_ERROR(call.Result((stub.get()->*method)(call.context(), request, &response)));
   return response;
@@ -45,14 +42,7 @@ void Print(const std::string& text) {
 
 void PrintJson(const google::protobuf::Message& message) { Print(MessageJson(message, false) + "\n"); }
 
-// "STATE_IDLE" → "idle".
-std::string EnumText(const std::string& name, absl::string_view prefix) {
-  return absl::AsciiStrToLower(absl::StripPrefix(name, prefix));
-}
-
-std::string AgeText(const google::protobuf::Duration& age) {
-  return HumanMs(1e3 * static_cast<double>(age.seconds()) + age.nanos() / 1e6);
-}
+std::string AgeText(const google::protobuf::Duration& age) { return HumanMs(ToMs(age)); }
 
 template <typename Map>
 std::string CountsText(const Map& map) {
@@ -62,21 +52,23 @@ std::string CountsText(const Map& map) {
   return absl::StrJoin(parts, ", ");
 }
 
-std::string BudgetText(int64_t in_use, int64_t reserved, int64_t cap) {
-  return absl::StrCat(HumanBytes(in_use), " in use, ", HumanBytes(reserved), " reserved, of ",
-                      HumanBytes(cap));
-}
-
-}  // namespace
-
-absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, const std::string& prompt) {
-  v1::GenerateRequest request;
+// A GenerateRequest or a PlanRequest, which have all but the priority in common.
+template <typename Request>
+absl::StatusOr<Request> JobRequest(const JobOptions& job, const std::string& prompt) {
+  Request request;
   ASSIGN_OR_RETURN(*request.mutable_params(), Params(job));
   ASSIGN_OR_RETURN(std::vector<v1::LoraRef> loras, Loras(job));
   request.mutable_params()->set_prompt(prompt);
   request.set_model(job.model);
   request.mutable_loras()->Assign(loras.begin(), loras.end());
   request.set_patch_mode(PatchModeOf(job));
+  return request;
+}
+
+}  // namespace
+
+absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, const std::string& prompt) {
+  ASSIGN_OR_RETURN(v1::GenerateRequest request, JobRequest<v1::GenerateRequest>(job, prompt));
   request.set_priority(job.priority);
 
   JobOutput::Options options;
@@ -88,6 +80,7 @@ absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, con
   options.count = job.count.value_or(1);
   options.quiet = global.json;
   options.show = job.show;
+  options.verbose = job.verbose;
   JobOutput output(std::move(options));
 
   ASSIGN_OR_RETURN(auto channel, Connect(global));
@@ -111,6 +104,18 @@ absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, con
   if (!done)
     return MakeError(absl::StatusCode::kDataLoss, "DAMAGED_DATA", "the stream ended before the job was done");
   return output.Finish();
+}
+
+absl::StatusOr<ExitCode> RunPlan(const GlobalOptions& global, const JobOptions& job,
+                                 const std::string& prompt) {
+  ASSIGN_OR_RETURN(const v1::PlanRequest request, JobRequest<v1::PlanRequest>(job, prompt));
+  ASSIGN_OR_RETURN(auto plan, Ask<v1::DenoiseService>(global, &v1::DenoiseService::Stub::Plan, request));
+  if (global.json) {
+    PrintJson(plan);
+  } else {
+    Print(PlanText(plan));
+  }
+  return plan.fits() ? kExitOk : kExitFailed;
 }
 
 absl::Status RunModels(const GlobalOptions& global) {
@@ -196,33 +201,7 @@ absl::Status RunCache(const GlobalOptions& global) {
   ASSIGN_OR_RETURN(auto stats, Ask<v1::CacheService>(global, &v1::CacheService::Stub::GetCacheStats,
                                                      v1::GetCacheStatsRequest()));
   if (global.json) return PrintJson(stats), absl::OkStatus();
-  const v1::RamBudget& ram = stats.ram_budget();
-  Rows budgets = {{"RAM", absl::StrCat(BudgetText(ram.in_use_bytes(), ram.reserved_bytes(), ram.cap_bytes()),
-                                       ", peak ", HumanBytes(ram.peak_bytes()), ", ", ram.waiting(),
-                                       " waiting, ", ram.refused(), " refused")}};
-  for (const v1::DeviceStats& device : stats.devices()) {
-    budgets.push_back({Printable(device.name()),
-                       BudgetText(device.in_use_bytes(), device.reserved_bytes(), device.cap_bytes())});
-  }
-  budgets.push_back({"records", absl::StrCat(stats.records_size(), ", ", HumanBytes(stats.record_bytes()))});
-  budgets.push_back({"ever", absl::StrCat(stats.hits(), " hits, ", stats.misses(), " loads of ",
-                                          HumanBytes(stats.bytes_loaded()), ", ", stats.load_failures(),
-                                          " of them failed, ", stats.evictions(), " evicted, ",
-                                          stats.trimmed(), " trimmed, ", stats.dropped(), " dropped")});
-  Print(PairsText(budgets));
-  if (stats.records_size() == 0) return absl::OkStatus();
-  Rows rows = {{"KEY", "KIND", "SIZE", "LOCKS", "HOLDERS", "DEVICES"}};
-  for (const v1::CacheRecord& record : stats.records()) {
-    std::vector<std::string> residency;
-    for (const v1::Residency& on : record.residency()) {
-      residency.push_back(absl::StrCat(on.device(), " ", HumanBytes(on.bytes())));
-    }
-    rows.push_back(
-        {Printable(record.key()), absl::StrCat(Printable(record.kind()), record.stale() ? " (stale)" : ""),
-         HumanBytes(record.bytes()), absl::StrCat(record.lock_count()),
-         Printable(absl::StrJoin(record.holders(), ", ")), Printable(absl::StrJoin(residency, ", "))});
-  }
-  Print("\n" + TableText(rows));
+  Print(CacheText(stats, absl::Now()));
   return absl::OkStatus();
 }
 
@@ -246,21 +225,60 @@ absl::Status RunDrop(const GlobalOptions& global, const std::string& name) {
   return absl::OkStatus();
 }
 
+absl::Status RunLoad(const GlobalOptions& global, const v1::LoadModelRequest& request) {
+  // A large model on a slow disk takes its time.
+  ASSIGN_OR_RETURN(auto response,
+                   Ask<v1::CacheService>(global, &v1::CacheService::Stub::LoadModel, request, std::nullopt));
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  const bool device = !request.device().empty();
+  Print(absl::StrCat("loaded ", response.loaded_records(), " of ", response.keys_size(), " records, ",
+                     HumanBytes(response.bytes()), " in all", device ? ", also on " : "",
+                     device ? Printable(request.device()) : "",
+                     request.pin() ? "; pinned until they are unloaded" : "", "\n"));
+  return absl::OkStatus();
+}
+
+absl::Status RunUnload(const GlobalOptions& global, const std::string& name) {
+  v1::UnloadModelRequest request;
+  request.set_name(name);
+  ASSIGN_OR_RETURN(auto response,
+                   Ask<v1::CacheService>(global, &v1::CacheService::Stub::UnloadModel, request));
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  Print(absl::StrCat("evicted ", response.evicted_records(), " records, ",
+                     HumanBytes(response.evicted_bytes()), "; ", response.busy_records(),
+                     " are in use and stay\n"));
+  return absl::OkStatus();
+}
+
+absl::Status RunCap(const GlobalOptions& global, const std::string& budget, int64_t bytes) {
+  v1::SetCapRequest request;
+  request.set_budget(budget);
+  request.set_cap_bytes(bytes);
+  ASSIGN_OR_RETURN(auto response, Ask<v1::CacheService>(global, &v1::CacheService::Stub::SetCap, request));
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  Print(absl::StrCat("cap of ", budget, " set to ", HumanBytes(bytes), ", was ",
+                     HumanBytes(response.old_cap_bytes()), "; ", HumanBytes(response.in_use_bytes()),
+                     " in use",
+                     response.in_use_bytes() > bytes ? ", above the cap until they are let go" : "", "\n"));
+  return absl::OkStatus();
+}
+
 absl::Status RunSessions(const GlobalOptions& global) {
   ASSIGN_OR_RETURN(auto response, Ask<v1::ServerService>(global, &v1::ServerService::Stub::ListSessions,
                                                          v1::ListSessionsRequest()));
   if (global.json) return PrintJson(response), absl::OkStatus();
-  Rows rows = {{"SESSION", "JOB", "STATE", "STEP", "AGE", "MODEL", "LORAS", "PEER"}};
+  Rows rows = {{"SESSION", "JOB", "STATE", "STEP", "DEVICE", "AGE", "MODEL", "LORAS", "PEER"}};
   for (const v1::SessionInfo& session : response.sessions()) {
     std::vector<std::string> loras;
     for (const v1::LoraRef& lora : session.loras()) loras.push_back(LoraText(lora));
     rows.push_back({Printable(session.session()), "",
-                    EnumText(v1::SessionInfo::State_Name(session.state()), "STATE_"), "",
+                    EnumText(v1::SessionInfo::State_Name(session.state()), "STATE_"), "", "",
                     AgeText(session.age()), Printable(session.model()), absl::StrJoin(loras, ", "),
                     Printable(session.peer())});
     for (const v1::JobInfo& job : session.jobs()) {
       rows.push_back({"", Printable(job.job_id()), EnumText(v1::JobInfo::Phase_Name(job.phase()), "PHASE_"),
-                      job.steps() > 0 ? absl::StrCat(job.step(), "/", job.steps()) : "", AgeText(job.age())});
+                      job.steps() > 0 ? absl::StrCat(job.step(), "/", job.steps()) : "",
+                      Printable(job.device()), AgeText(job.age())});
     }
   }
   Print(TableText(rows));

@@ -7,12 +7,18 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "latentd/v1/cache.pb.h"
 #include "server/ctl_client.h"
 #include "server/ctl_job.h"
+#include "server/ctl_text.h"
 
 namespace latentd::ctl {
 
 absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, const std::string& prompt);
+// kExitFailed when the job does not fit, which is an answer and no error.
+absl::StatusOr<ExitCode> RunPlan(const GlobalOptions& global, const JobOptions& job,
+                                 const std::string& prompt);
 absl::Status RunModels(const GlobalOptions& global);
 absl::Status RunLoras(const GlobalOptions& global);
 absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name,
@@ -20,6 +26,9 @@ absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name
 absl::Status RunCache(const GlobalOptions& global);
 absl::Status RunTrim(const GlobalOptions& global, std::optional<int64_t> bytes);
 absl::Status RunDrop(const GlobalOptions& global, const std::string& name);
+absl::Status RunLoad(const GlobalOptions& global, const v1::LoadModelRequest& request);
+absl::Status RunUnload(const GlobalOptions& global, const std::string& name);
+absl::Status RunCap(const GlobalOptions& global, const std::string& budget, int64_t bytes);
 absl::Status RunSessions(const GlobalOptions& global);
 absl::Status RunCancel(const GlobalOptions& global, const std::string& session, const std::string& job);
 absl::Status RunInfo(const GlobalOptions& global);

@@ -1,6 +1,5 @@
 #include "server/ctl_job.h"
 
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,7 +13,11 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "cache/error.h"
+#include "server/ctl_memory.h"
+#include "server/ctl_terminal.h"
 #include "server/ctl_text.h"
 
 namespace latentd::ctl {
@@ -22,17 +25,6 @@ namespace {
 
 constexpr DecodeLimits kShowLimits{.max_bytes = int64_t{1} << 30, .max_pixels = int64_t{1} << 28};
 constexpr int kBarWidth = 20;
-
-bool IsTerminal(int fd) {
-  static const bool terminal[] = {isatty(0) == 1, isatty(1) == 1, isatty(2) == 1};
-  return terminal[fd];
-}
-
-winsize TerminalSize() {
-  winsize size = {};
-  if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) size.ws_col = 80, size.ws_row = 24;
-  return size;
-}
 
 absl::Status FileError(absl::string_view what, const std::string& file, int error) {
   return MakeError(error == ENOENT ? absl::StatusCode::kNotFound : absl::StatusCode::kInternal, "LOCAL_FILE",
@@ -98,9 +90,12 @@ void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("--strength", options.strength, "How much of the init image is redone, above 0 to 1");
   app.add_option("--format", options.format, "Of the pictures; else by the extension of --out")
       ->check(CLI::IsMember({"png", "jpeg"}));
+  app.add_option("--vae-tiling", options.vae_tiling, "Whether pictures are decoded and encoded in tiles")
+      ->check(CLI::IsMember({"never", "when-needed", "always"}));
   app.add_option("--preview-every", options.preview_every, "A preview each so many steps");
   app.add_option("-o,--out", options.out,
                  "File for the picture, - for stdout; {index}, {seed} and {job} are filled in");
+  app.add_flag("-v,--verbose", options.verbose, "Say how much memory each phase took");
   app.add_flag("--show", options.show, "Draw pictures and previews in the terminal");
   app.add_flag("--raw", options.raw, "With --json: binary data too");
 }
@@ -143,6 +138,11 @@ absl::StatusOr<v1::GenerateParams> Params(const JobOptions& options) {
   const bool jpeg = options.format.empty() ? IsJpegName(options.out) : options.format == "jpeg";
   params.set_image_format(jpeg ? v1::IMAGE_FORMAT_JPEG : v1::IMAGE_FORMAT_PNG);
   params.set_preview_every(options.preview_every);
+  v1::VaeTiling tiling = v1::VAE_TILING_UNSPECIFIED;
+  v1::VaeTiling_Parse(absl::StrCat("VAE_TILING_", absl::AsciiStrToUpper(
+                                                      absl::StrReplaceAll(options.vae_tiling, {{"-", "_"}}))),
+                      &tiling);
+  params.set_vae_tiling(tiling);
   return params;
 }
 
@@ -175,6 +175,11 @@ absl::Status JobOutput::OnEvent(const v1::JobEvent& event) {
     case v1::JobEvent::kPreview:
       // Only a terminal can take it away again.
       if (options_.show && IsTerminal(STDOUT_FILENO)) Draw(event.preview().data(), false);
+      break;
+    case v1::JobEvent::kAdapted:
+      ClearProgress();
+      if (!options_.quiet)
+        std::fprintf(stderr, "%s%s\n", Prefix().c_str(), AdaptedText(event.adapted()).c_str());
       break;
     case v1::JobEvent::kDone:
       OnDone(event.done());
@@ -217,6 +222,11 @@ void JobOutput::OnDone(const v1::JobEvent::Done& done) {
                Prefix().c_str(), HumanMs(t.total_ms()).c_str(), HumanMs(t.queue_ms()).c_str(),
                HumanMs(t.load_ms()).c_str(), HumanMs(t.encode_ms()).c_str(), HumanMs(t.denoise_ms()).c_str(),
                HumanMs(t.decode_ms()).c_str());
+  if (options_.verbose) {
+    for (absl::string_view line : absl::StrSplit(PhasesText(done), '\n', absl::SkipEmpty())) {
+      std::fprintf(stderr, "%s%s\n", Prefix().c_str(), std::string(line).c_str());
+    }
+  }
 }
 
 void JobOutput::Progress(const std::string& text) {
@@ -240,8 +250,8 @@ void JobOutput::Draw(const std::string& file, bool final) {
   // Beside a picture on stdout, this goes where it cannot spoil it.
   FILE* to = options_.out == "-" ? stderr : stdout;
   if (drawn_lines_ > 0) std::fprintf(to, "\x1b[%zuA", drawn_lines_);
-  const winsize size = TerminalSize();
-  const int columns = size.ws_col, rows = size.ws_row - 3;
+  const TerminalSize size = GetTerminalSize();
+  const int columns = size.columns, rows = size.rows - 3;
   // A preview is a fraction of the picture that follows it.
   if (!final) *image = EnlargeToFit(*image, columns, rows);
   const std::vector<std::string> lines = DrawHalfBlocks(*image, columns, rows);

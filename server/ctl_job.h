@@ -30,10 +30,12 @@ struct JobOptions {
   std::optional<uint64_t> seed;
   std::string image;
   std::string format;
+  std::string vae_tiling;
   int preview_every = 0;
 
   std::string out;
   bool show = false;
+  bool verbose = false;
   bool raw = false;
 };
 
@@ -50,11 +52,12 @@ absl::StatusOr<v1::GenerateParams> Params(const JobOptions& options);
 class JobOutput {
  public:
   struct Options {
-    std::string out;     // pattern for files, see ExpandOutput; "-": stdout; empty: no files
-    std::string job;     // fills {job} in, and stands before each line; may be empty
-    int count = 1;       // pictures that are expected
-    bool quiet = false;  // no text (--json)
-    bool show = false;   // draw pictures and previews
+    std::string out;       // pattern for files, see ExpandOutput; "-": stdout; empty: no files
+    std::string job;       // fills {job} in, and stands before each line; may be empty
+    int count = 1;         // pictures that are expected
+    bool quiet = false;    // no text (--json)
+    bool show = false;     // draw pictures and previews
+    bool verbose = false;  // the phases of a job that is done
   };
 
   explicit JobOutput(Options options) : options_(std::move(options)) {}

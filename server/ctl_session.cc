@@ -129,6 +129,7 @@ class SessionRun {
     options.count = request.denoise().params().has_count() ? request.denoise().params().count() : 1;
     options.quiet = global_.json;
     options.show = job_.show;
+    options.verbose = job_.verbose;
     absl::MutexLock lock(&mu_);
     jobs_[request.denoise().job_id()] = {request.request_id(),
                                          std::make_unique<JobOutput>(std::move(options))};

@@ -9,11 +9,13 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/strip.h"
 #include "cache/error.h"
 
 namespace latentd::ctl {
@@ -42,30 +44,28 @@ void ClearBytes(pb::Message& message) {
   }
 }
 
-// Terminal columns of UTF-8 text without wide characters: its code points.
-size_t Columns(absl::string_view text) {
-  return std::count_if(text.begin(), text.end(), [](unsigned char c) { return (c & 0xc0) != 0x80; });
-}
+constexpr size_t kShortHash = 6;
+constexpr size_t kLongHash = 12;  // shorter runs of hexadecimal digits may be words
 
 bool LooksLikeNumber(absl::string_view cell) {
   return !cell.empty() && std::isdigit(static_cast<unsigned char>(cell[0])) &&
          (std::isdigit(static_cast<unsigned char>(cell.back())) || absl::EndsWith(cell, "B") ||
-          absl::EndsWith(cell, " s") || absl::EndsWith(cell, " ms")) &&
+          absl::EndsWith(cell, " s") || absl::EndsWith(cell, " ms") || absl::EndsWith(cell, "%")) &&
          !absl::StrContains(cell, ":") && !absl::StrContains(cell, "-");
 }
 
-std::string Columned(const std::vector<std::vector<std::string>>& rows, bool numbers_right) {
-  std::vector<size_t> widths;
+std::string Columned(const Rows& rows, bool numbers_right) {
+  std::vector<int> widths;
   for (const auto& row : rows) {
     widths.resize(std::max(widths.size(), row.size()));
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], Columns(row[i]));
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], DisplayColumns(row[i]));
   }
   std::string out;
   for (const auto& row : rows) {
     std::string line;
     for (size_t i = 0; i < row.size(); ++i) {
       const std::string& cell = row[i];
-      const std::string gap(widths[i] - Columns(cell), ' ');
+      const std::string gap(widths[i] - DisplayColumns(cell), ' ');
       absl::StrAppend(&line, i > 0 ? "  " : "",
                       numbers_right && LooksLikeNumber(cell) ? gap + cell : cell + gap);
     }
@@ -114,6 +114,17 @@ std::string HumanBytes(int64_t bytes) {
   return absl::StrFormat(std::abs(value) < 10 ? "%.2f %s" : "%.1f %s", value, units[unit]);
 }
 
+std::string ShortBytes(int64_t bytes) {
+  const char* units[] = {"", "Ki", "Mi", "Gi", "Ti"};
+  double value = static_cast<double>(bytes);
+  int unit = 0;
+  // What would be shown as 1000 has a digit too many.
+  while (std::abs(value) >= (unit == 0 ? 1024 : 999.5) && unit < 4) value /= 1024, ++unit;
+  if (unit == 0) return absl::StrCat(bytes);
+  const double size = std::abs(value);
+  return absl::StrFormat(size < 9.995 ? "%.2f%s" : size < 99.95 ? "%.1f%s" : "%.0f%s", value, units[unit]);
+}
+
 std::string HumanMs(double ms) {
   if (ms < 1000) return absl::StrFormat(ms < 10 ? "%.1f ms" : "%.0f ms", ms);
   if (ms < 60'000) return absl::StrFormat(ms < 10'000 ? "%.2f s" : "%.1f s", ms / 1000);
@@ -125,9 +136,105 @@ std::string HumanMs(double ms) {
   return two(seconds / 3600, " h", seconds % 3600 / 60, " min");
 }
 
-std::string TableText(const std::vector<std::vector<std::string>>& rows) { return Columned(rows, true); }
+std::string ShortMs(double ms) {
+  if (ms < 1000) return absl::StrFormat("%.0fms", ms);
+  if (ms < 10'000) return absl::StrFormat("%.1fs", std::floor(ms / 100) / 10);
+  const int64_t seconds = static_cast<int64_t>(ms / 1000), minutes = seconds / 60, hours = minutes / 60;
+  if (minutes == 0) return absl::StrFormat("%ds", seconds);
+  if (hours == 0) return absl::StrFormat("%dm%02ds", minutes, seconds % 60);
+  if (hours < 24) return absl::StrFormat("%dh%02dm", hours, minutes % 60);
+  return absl::StrFormat("%dd%02dh", hours / 24, hours % 24);
+}
 
-std::string PairsText(const std::vector<std::vector<std::string>>& rows) { return Columned(rows, false); }
+double ToMs(const pb::Duration& duration) {
+  return 1e3 * static_cast<double>(duration.seconds()) + duration.nanos() / 1e6;
+}
+
+std::string Percent(int64_t part, int64_t whole) {
+  if (part == 0 || whole <= 0) return part == 0 ? "0%" : "";
+  if (part == whole) return "100%";
+  const double percent = 100.0 * static_cast<double>(part) / static_cast<double>(whole);
+  if (percent < 1) return "<1%";
+  return absl::StrCat(static_cast<int64_t>(percent), "%");
+}
+
+std::string ShortKey(absl::string_view key) {
+  std::string out;
+  for (size_t at = 0; at < key.size();) {
+    size_t end = at;
+    while (end < key.size() && absl::ascii_isxdigit(key[end])) ++end;
+    const bool word =
+        (at > 0 && absl::ascii_isalnum(key[at - 1])) || (end < key.size() && absl::ascii_isalnum(key[end]));
+    absl::StrAppend(&out, key.substr(at, end - at >= kLongHash && !word ? kShortHash : end - at));
+    if (end < key.size()) out += key[end];
+    at = end + 1;
+  }
+  return Printable(out);
+}
+
+std::string EnumText(const std::string& name, absl::string_view prefix) {
+  return absl::AsciiStrToLower(absl::StripPrefix(name, prefix));
+}
+
+std::string TableText(const Rows& rows) { return Columned(rows, true); }
+
+std::string PairsText(const Rows& rows) { return Columned(rows, false); }
+
+int DisplayColumns(absl::string_view text) {
+  return static_cast<int>(
+      std::count_if(text.begin(), text.end(), [](unsigned char c) { return (c & 0xc0) != 0x80; }));
+}
+
+std::string FitText(absl::string_view text, int columns) {
+  if (DisplayColumns(text) <= columns) return std::string(text);
+  if (columns <= 0) return "";
+  size_t end = 0;
+  for (int left = columns - 1; left > 0; --left) {
+    do ++end;
+    while (end < text.size() && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80);
+  }
+  return absl::StrCat(text.substr(0, end), "…");
+}
+
+std::vector<std::string> FitTable(const std::vector<Column>& columns, const Rows& rows, int width) {
+  constexpr int kGap = 2;
+  std::vector<int> widths;
+  int sum = -kGap;
+  for (size_t i = 0; i < columns.size(); ++i) {
+    int widest = std::max(columns[i].min_width, DisplayColumns(columns[i].title));
+    for (const auto& row : rows) {
+      if (i < row.size()) widest = std::max(widest, DisplayColumns(row[i]));
+    }
+    widths.push_back(widest);
+    sum += widest + kGap;
+  }
+  // The widest gives first.
+  for (; width > 0 && sum > width; --sum) {
+    size_t widest = columns.size();
+    for (size_t i = 0; i < columns.size(); ++i) {
+      if (columns[i].shrink_to == 0 || widths[i] <= columns[i].shrink_to) continue;
+      if (widest == columns.size() || widths[i] > widths[widest]) widest = i;
+    }
+    if (widest == columns.size()) break;
+    --widths[widest];
+  }
+  std::vector<std::string> out;
+  const auto append = [&](const std::vector<std::string>& row) {
+    std::string line;
+    for (size_t i = 0; i < columns.size() && i < row.size(); ++i) {
+      const std::string cell = FitText(row[i], widths[i]);
+      const std::string gap(widths[i] - DisplayColumns(cell), ' ');
+      absl::StrAppend(&line, i > 0 ? "  " : "", columns[i].right ? gap + cell : cell + gap);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    out.push_back(width > 0 ? FitText(line, width) : line);
+  };
+  std::vector<std::string> titles;
+  for (const Column& column : columns) titles.push_back(column.title);
+  append(titles);
+  for (const auto& row : rows) append(row);
+  return out;
+}
 
 std::string Printable(absl::string_view text) {
   std::string out(text);

@@ -2,6 +2,7 @@
 #ifndef LATENTD_SERVER_CTL_TEXT_H_
 #define LATENTD_SERVER_CTL_TEXT_H_
 
+#include <google/protobuf/duration.pb.h>
 #include <google/protobuf/message.h>
 
 #include <cstdint>
@@ -34,15 +35,49 @@ std::string ErrorText(const absl::Status& status, bool json);
 // 1536 → "1.5 KiB".
 std::string HumanBytes(int64_t bytes);
 
+// The same where room is short: 1536 → "1.50Ki", at most six columns.
+std::string ShortBytes(int64_t bytes);
+
 // 75400 → "1 min 15 s"; 1234 → "1.23 s"; 12.3 → "12 ms".
 std::string HumanMs(double ms);
 
+// The same where room is short: 75400 → "1m15s", at most six columns below 100 days.
+std::string ShortMs(double ms);
+double ToMs(const google::protobuf::Duration& duration);
+
+// 0.423 → "42%". Only what is whole is 100%, and only nothing is 0%.
+std::string Percent(int64_t part, int64_t whole);
+
+// A record's key with its hashes cut to six digits.
+std::string ShortKey(absl::string_view key);
+
+// "STATE_IDLE" → "idle".
+std::string EnumText(const std::string& name, absl::string_view prefix);
+
+using Rows = std::vector<std::vector<std::string>>;
+
 // Columns as wide as they need to be; the first row is the heading. Cells that look like numbers or sizes are
 // set to the right.
-std::string TableText(const std::vector<std::vector<std::string>>& rows);
+std::string TableText(const Rows& rows);
 
 // Rows of a name and a value.
-std::string PairsText(const std::vector<std::vector<std::string>>& rows);
+std::string PairsText(const Rows& rows);
+
+// Terminal columns of UTF-8 text without wide characters: its code points.
+int DisplayColumns(absl::string_view text);
+
+// `text` in at most so many columns; the end of what is too long becomes "…".
+std::string FitText(absl::string_view text, int columns);
+
+struct Column {
+  std::string title;
+  bool right = false;
+  int min_width = 0;  // so that what changes does not move what does not
+  int shrink_to = 0;  // where the table is too wide; 0: never
+};
+
+// The heading and the rows, each in at most `width` columns; 0: as wide as they need to be.
+std::vector<std::string> FitTable(const std::vector<Column>& columns, const Rows& rows, int width);
 
 // What a server sent, safe to print: control characters become '?'.
 std::string Printable(absl::string_view text);

@@ -31,6 +31,7 @@ int Executor::load() const {
 }
 
 void Executor::Run() {
+  device_->BindThread();
   at::set_num_threads(threads_);  // per thread, and the default of threads that start later
   while (true) {
     std::shared_ptr<SlicedTask> task;
@@ -45,12 +46,15 @@ void Executor::Run() {
       running_ = 1;
     }
     const bool more = task->RunSlice();
-    MutexLock lock(&mu_);
-    running_ = 0;
-    if (more) {
-      const int priority = task->priority();
-      ready_[priority].push_back(std::move(task));
+    {
+      MutexLock lock(&mu_);
+      running_ = 0;
+      if (more) {
+        const int priority = task->priority();
+        ready_[priority].push_back(std::move(task));
+      }
     }
+    if (!more) task->Parked();
   }
 }
 

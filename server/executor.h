@@ -18,9 +18,12 @@ namespace latentd {
 class SlicedTask {
  public:
   virtual ~SlicedTask() = default;
-  // Runs one slice on the executor's thread. Returns true when another slice can run right away; else the
-  // task is let go, and whoever makes it runnable again calls Executor::Submit. Must not throw.
+  // Runs one slice on the executor's thread. Returns true when another slice can run right away; else
+  // Parked() is called, the task is let go, and whoever makes it runnable again calls Executor::Submit. Must
+  // not throw.
   virtual bool RunSlice() = 0;
+  // Called when RunSlice returned false, once the executor counts the task no more: the place to go on from.
+  virtual void Parked() {}
   virtual int priority() const = 0;
 };
 

@@ -231,7 +231,7 @@ bool Job::RunSlice() {
   if (!status.ok() && IsOutOfMemory(status)) {
     status = resources_->Adapt(status);
     if (status.ok()) {  // once more, with less
-      OnWorker(&Job::AcquirePhase);
+      next_ = &Job::AcquirePhase;
       return false;
     }
   }
@@ -241,12 +241,12 @@ bool Job::RunSlice() {
   }
   if (!phase_over) return true;
   EndPhase();
-  if (++current_ < phases_.size()) {
-    OnWorker(&Job::AcquirePhase);
-  } else {
-    OnWorker(&Job::EncodePictures);
-  }
+  next_ = ++current_ < phases_.size() ? &Job::AcquirePhase : &Job::EncodePictures;
   return false;
+}
+
+void Job::Parked() {
+  if (next_ != nullptr) OnWorker(std::exchange(next_, nullptr));
 }
 
 void Job::SendEncoded() {

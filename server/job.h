@@ -71,6 +71,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   int steps() const { return steps_; }
 
   bool RunSlice() override;
+  void Parked() override;
   int priority() const override { return setup_.priority; }
 
  private:
@@ -130,6 +131,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   // Of the current phase.
   std::unique_ptr<PhaseResources> resources_;
   Executor* phase_executor_ = nullptr;
+  absl::Status (Job::*next_)() = nullptr;  // what a worker does next, set by the slice that ends a phase
   int64_t net_bytes_ = 0, peak_bytes_ = 0;  // measured, where that is wanted
   double slice_seconds_ = 0;
   int64_t slices_ = 0;

@@ -18,14 +18,15 @@
 #include "server/ctl_job.h"
 #include "server/ctl_session.h"
 #include "server/ctl_text.h"
+#include "server/ctl_top_live.h"
 #include "server/version.h"
 
 namespace latentd::ctl {
 namespace {
 
 constexpr char kFooter[] =
-    R"(Exit codes: 0 done; 1 the server refused or the job failed (health: not serving);
-2 wrong command line; 3 no server reached; 4 a local file could not be read or
+    R"(Exit codes: 0 done; 1 the server refused or the job failed (health: not serving;
+plan: does not fit); 2 wrong command line; 3 no server reached; 4 a local file could not be read or
 written, or received data is damaged; 130 interrupted.)";
 
 // CLI11 check: "30s", "10m".
@@ -53,17 +54,32 @@ struct Arguments {
   std::string drop;
   std::vector<std::string> cancel;
   std::string service;
+  v1::LoadModelRequest load;
+  std::vector<std::string> components;
+  bool pin = false;
+  std::string unload;
+  std::string cap_budget, cap;
+  double interval = 0;
+  bool once = false;
 };
+
+absl::StatusOr<int64_t> BytesOf(const std::string& text) {
+  auto bytes = ParseBytes(text);
+  if (bytes.ok()) return bytes;
+  return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", bytes.status().message());
+}
 
 absl::Status RunCacheCommand(const Arguments& arguments, bool trim) {
   if (!arguments.drop.empty()) return RunDrop(arguments.global, arguments.drop);
   if (!trim) return RunCache(arguments.global);
   if (arguments.trim.empty()) return RunTrim(arguments.global, std::nullopt);
-  auto bytes = ParseBytes(arguments.trim);
-  if (!bytes.ok()) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", bytes.status().message());
-  }
-  return RunTrim(arguments.global, *bytes);
+  ASSIGN_OR_RETURN(const int64_t bytes, BytesOf(arguments.trim));
+  return RunTrim(arguments.global, bytes);
+}
+
+absl::Status RunCapCommand(const Arguments& arguments) {
+  ASSIGN_OR_RETURN(const int64_t bytes, BytesOf(arguments.cap));
+  return RunCap(arguments.global, arguments.cap_budget, bytes);
 }
 
 int Main(int argc, char** argv) {
@@ -88,6 +104,13 @@ int Main(int argc, char** argv) {
                        "The same, for a prompt that starts with a dash");
   AddJobFlags(*generate, arguments.job);
 
+  CLI::App* plan = app.add_subcommand("plan",
+                                      "Say what `generate` with the same options would do with memory, and "
+                                      "whether it fits; the exit code is 0 or 1");
+  plan->add_option("prompt", arguments.prompt, "What to draw");
+  plan->add_option("-p,--prompt", arguments.prompt_flag, "The same, for a prompt that starts with a dash");
+  AddJobFlags(*plan, arguments.job);
+
   CLI::App* session = app.add_subcommand(
       "session",
       "Keep a session open and do what lines on stdin say: generate PROMPT, set FIELD [VALUE], "
@@ -108,6 +131,29 @@ int Main(int argc, char** argv) {
   trim->expected(0, 1)->type_name("[BYTES]");
   cache->add_option("--drop", arguments.drop, "Take a model's or a LoRA's records out")->excludes(trim);
 
+  CLI::App* load = app.add_subcommand("load", "Load a model or a LoRA ahead of its first job");
+  load->add_option("name", *arguments.load.mutable_name(), "Model or LoRA")->required();
+  load->add_option("-C,--component", arguments.components, "Of a model; may be given several times")
+      ->allow_extra_args(false);
+  load->add_option("-d,--device", *arguments.load.mutable_device(), "Make copies there, too");
+  load->add_flag("--pin", arguments.pin, "Hold it until `unload`");
+  CLI::App* unload =
+      app.add_subcommand("unload", "Take the pin off a model or a LoRA, and out what nobody uses of it");
+  unload->add_option("name", arguments.unload, "Model or LoRA")->required();
+  CLI::App* cap = app.add_subcommand("cap", "Change a cap until the server ends");
+  cap->add_option("budget", arguments.cap_budget, "ram, or a device with memory of its own")->required();
+  cap->add_option("size", arguments.cap, "Such as 8GiB")->required()->type_name("BYTES");
+
+  CLI::App* top =
+      app.add_subcommand("top",
+                         "Watch memory, sessions and jobs; q leaves. Of RAM and of devices, bars show what "
+                         "is in use (█), reserved (▓), free (░) and taken by other processes (x)");
+  CLI::Option* interval =
+      top->add_option("--interval", arguments.interval,
+                      "Seconds between two looks [1]; with --once or --json: take two, for the rates")
+          ->check(CLI::Range(0.1, 3600.0));
+  top->add_flag("--once", arguments.once, "Print it and end, as is done where stdout is no terminal");
+
   CLI::App* sessions = app.add_subcommand("sessions", "List the sessions and their jobs");
   sessions->add_option("--cancel", arguments.cancel, "Stop a job")->expected(2)->type_name("SESSION JOB");
 
@@ -126,6 +172,11 @@ int Main(int argc, char** argv) {
   if (*generate) {
     const std::string& prompt = arguments.prompt_flag.empty() ? arguments.prompt : arguments.prompt_flag;
     status = RunGenerate(global, arguments.job, prompt);
+  } else if (*plan) {
+    const std::string& prompt = arguments.prompt_flag.empty() ? arguments.prompt : arguments.prompt_flag;
+    auto code = RunPlan(global, arguments.job, prompt);
+    if (code.ok()) return *code;
+    status = code.status();
   } else if (*session) {
     auto code = RunSession(global, arguments.job, DurationOf(arguments.idle_timeout));
     if (code.ok()) return *code;
@@ -138,6 +189,18 @@ int Main(int argc, char** argv) {
     status = RunInspectLora(global, arguments.lora, arguments.lora_model);
   } else if (*cache) {
     status = RunCacheCommand(arguments, trim->count() > 0);
+  } else if (*load) {
+    arguments.load.mutable_components()->Assign(arguments.components.begin(), arguments.components.end());
+    arguments.load.set_pin(arguments.pin);
+    status = RunLoad(global, arguments.load);
+  } else if (*unload) {
+    status = RunUnload(global, arguments.unload);
+  } else if (*cap) {
+    status = RunCapCommand(arguments);
+  } else if (*top) {
+    TopOptions options = {.interval = std::nullopt, .once = arguments.once};
+    if (interval->count() > 0) options.interval = absl::Seconds(arguments.interval);
+    status = RunTop(global, options);
   } else if (*sessions) {
     status = arguments.cancel.empty() ? RunSessions(global)
                                       : RunCancel(global, arguments.cancel[0], arguments.cancel[1]);

@@ -42,11 +42,12 @@ void PhaseResources::Announce(v1::JobEvent::Adapted::Measure measure, const absl
 
 absl::Status PhaseResources::Adapt(const absl::Status& status) {
   Release();
-  setup_.core->measurements->Forget(measurement_key_);
   Device& device = *setup_.device;
   const ErrorDetails details = GetErrorDetails(status);
   const auto budget = details.find("budget");
   const bool promise_refused = budget != details.end();
+  // What was promised was there and did not do: perhaps it was measured on a luckier run.
+  if (!promise_refused) setup_.core->measurements->Forget(measurement_key_);
   // A budget has evicted all it could before it refused; memory itself may be missing all the same.
   if (!evicted_ && !promise_refused) {
     evicted_ = true;
@@ -119,6 +120,26 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
                                               .deadline = deadline,
                                               .stop = setup_.stop,
                                               .progress = setup_.on_loading}));
+  // What goes beside the weights first: weights take the room that is left, and can be streamed.
+  std::vector<PatchReport> counted = *reports;  // an attempt that fails counts nothing
+  ASSIGN_OR_RETURN(std::vector<PatchSpec> specs, Specs());
+  const auto& host = handle_.As<WeightSet>();
+  const bool beside = setup_.patch_mode != PatchMode::kDirect;
+  auto apply = [&](std::vector<bool> resident) -> absl::Status {
+    if (specs.empty()) return absl::OkStatus();
+    ASSIGN_OR_RETURN(overlay_, LayerPatcher::Apply(host, *component_.patch_target, std::move(specs),
+                                                   {.mode = setup_.patch_mode,
+                                                    .device = setup_.device,
+                                                    .resident = std::move(resident),
+                                                    .cache = core.cache.get(),
+                                                    .component = request.key,
+                                                    .owner = setup_.owner,
+                                                    .deadline = deadline,
+                                                    .stop = setup_.stop},
+                                                   &counted));
+    return absl::OkStatus();
+  };
+  if (beside) RETURN_IF_ERROR(apply({}));
   const bool forced = core.config.residency == "stream" || streams_;
   ASSIGN_OR_RETURN(
       residency_,
@@ -131,24 +152,10 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
                                 .ring_slots = static_cast<int32_t>(core.config.ring_blocks),
                                 .deadline = deadline,
                                 .stop = setup_.stop}));
-  ASSIGN_OR_RETURN(std::vector<PatchSpec> specs, Specs());
-  const auto& host = handle_.As<WeightSet>();
   const auto& weights = residency_.As<WeightSet>();
   const ResidencyPlan& plan = residency_.plan();
-  if (!specs.empty()) {
-    std::vector<PatchReport> counted = *reports;  // an attempt that fails counts nothing
-    ASSIGN_OR_RETURN(overlay_, LayerPatcher::Apply(host, *component_.patch_target, std::move(specs),
-                                                   {.mode = setup_.patch_mode,
-                                                    .device = setup_.device,
-                                                    .resident = plan.resident,
-                                                    .cache = core.cache.get(),
-                                                    .component = request.key,
-                                                    .owner = setup_.owner,
-                                                    .deadline = deadline,
-                                                    .stop = setup_.stop},
-                                                   &counted));
-    *reports = std::move(counted);
-  }
+  if (!beside) RETURN_IF_ERROR(apply(plan.resident));
+  *reports = std::move(counted);
   if (plan.streams()) {
     auto source = [&host, overlay = overlay_.get()](Slot slot) -> const at::Tensor& {
       const at::Tensor* merged = overlay == nullptr ? nullptr : overlay->merged_on_host(slot);

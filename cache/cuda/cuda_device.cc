@@ -451,8 +451,8 @@ int DeviceCount() {
 void* FindInNvml(const Nvml& nvml, const cudaDeviceProp& properties) {
   std::string id;
   for (size_t i = 0; i < sizeof(properties.uuid.bytes); ++i) {
-    absl::StrAppendFormat(&id, i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x",
-                          static_cast<unsigned char>(properties.uuid.bytes[i]));
+    if (i == 4 || i == 6 || i == 8 || i == 10) id += '-';
+    absl::StrAppendFormat(&id, "%02x", static_cast<unsigned char>(properties.uuid.bytes[i]));
   }
   void* device = nvml.Find({"MIG-" + id, "GPU-" + id},
                            absl::StrFormat("%08x:%02x:%02x.0", properties.pciDomainID, properties.pciBusID,

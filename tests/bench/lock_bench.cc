@@ -27,11 +27,14 @@ class Nothing : public Resource {
 };
 
 // Names as long as real ones: an id with a fingerprint, a session's name.
-ModelKey Key(int i) { return {"black-forest-labs/flux-dev@0123456789abcdef-" + std::to_string(i), "transformer"}; }
+ModelKey Key(int i) {
+  return {"black-forest-labs/flux-dev@0123456789abcdef-" + std::to_string(i), "transformer"};
+}
 std::string Owner(int i) { return "session-0123456789abcdef-" + std::to_string(i); }
 
 const Loader& Load() {
-  static const Loader loader = {"test", 1, [](const LoadContext&) -> absl::StatusOr<std::shared_ptr<const Resource>> {
+  static const Loader loader = {"test", 1,
+                                [](const LoadContext&) -> absl::StatusOr<std::shared_ptr<const Resource>> {
                                   return std::make_shared<const Nothing>();
                                 }};
   return loader;
@@ -62,11 +65,12 @@ int Run(int64_t locks) {
 
   bool good = true;
   Time(cache, Key(0), Owner(0), locks / 10);
-  good &= Report("lock and release, held by another", Time(cache, Key(0), Owner(1), locks) / locks * 1e9, "ns", 2000,
+  good &= Report("lock and release, held by another", Time(cache, Key(0), Owner(1), locks) / locks * 1e9,
+                 "ns", 2000,
                  /*above=*/false);
   others.clear();
-  good &= Report("lock and release, first and last holder", Time(cache, Key(0), Owner(1), locks) / locks * 1e9, "ns",
-                 2000, /*above=*/false);
+  good &= Report("lock and release, first and last holder",
+                 Time(cache, Key(0), Owner(1), locks) / locks * 1e9, "ns", 2000, /*above=*/false);
   for (bool same : {true, false}) {
     const absl::Time start = absl::Now();
     std::vector<std::thread> threads;
@@ -74,9 +78,10 @@ int Run(int64_t locks) {
       threads.emplace_back([&, t] { Time(cache, Key(same ? 0 : t), Owner(t), locks); });
     }
     for (std::thread& thread : threads) thread.join();
-    good &= Report(same ? "2 threads, the same key" : "2 threads, two keys",
-                   2 * static_cast<double>(locks) / absl::ToDoubleSeconds(absl::Now() - start), "locks/s", 1e6,
-                   /*above=*/true);
+    good &=
+        Report(same ? "2 threads, the same key" : "2 threads, two keys",
+               2 * static_cast<double>(locks) / absl::ToDoubleSeconds(absl::Now() - start), "locks/s", 1e6,
+               /*above=*/true);
   }
   return good ? 0 : 1;
 }

@@ -111,6 +111,24 @@ def autoencoders(out: Path) -> None:
         save(out, f"vae-{folder.name}", {
             "picture": picture, "mean": posterior.mean, "std": posterior.std,
             "latents": latents, "decoded": model.decode(latents).sample}, folder=f"vae/{folder.name}")
+    tiled_autoencoder(out)
+
+
+def tiled_autoencoder(out: Path) -> None:
+    """Sizes with whole tiles, cut ones, and ones that only the overlap reaches."""
+    model = AutoencoderKL.from_pretrained(out / "vae/plain").eval()
+    scale = 2 ** (len(model.config.block_out_channels) - 1)
+    tensors = {}
+    cases = [(8, 24, 24), (8, 13, 30), (4, 9, 7), (16, 12, 40)]  # tile, height, width in latents
+    for i, (tile, height, width) in enumerate(cases):
+        model.enable_tiling()
+        model.tile_latent_min_size, model.tile_sample_min_size = tile, tile * scale
+        picture = randn(5 + i, 1, 3, height * scale, width * scale).clamp(-1, 1)
+        posterior = model.encode(picture).latent_dist
+        latents = randn(9 + i, 1, model.config.latent_channels, height, width)
+        tensors |= {f"tile.{i}": torch.tensor(tile * scale), f"picture.{i}": picture, f"mean.{i}": posterior.mean,
+                    f"std.{i}": posterior.std, f"latents.{i}": latents, f"decoded.{i}": model.decode(latents).sample}
+    save(out, "vae-tiled", tensors, count=len(cases), folder="vae/plain")
 
 
 def resizing(out: Path) -> None:

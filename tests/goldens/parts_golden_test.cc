@@ -111,6 +111,30 @@ INSTANTIATE_TEST_SUITE_P(All, VaeGolden,
                          testing::Values("vae-plain", "vae-ldm", "vae-old-names", "vae-quant",
                                          "vae-no-attention"));
 
+TEST(TiledVaeGolden, TilesAreCutAndBlendedAsByDiffusers) {
+  const c10::InferenceMode inference;
+  const Golden golden("vae-tiled");
+  const std::string folder = GoldenPath(golden.Setting("folder"));
+  auto config = AutoencoderKlConfig::Load(folder + "/config.json");
+  ASSERT_TRUE(config.ok()) << config.status();
+  const AutoencoderKl model(*config);
+  const auto weights = Load(folder, model.layout(), nullptr, "");
+  const WeightView view(*weights, nullptr);
+  for (int64_t i = 0; i < golden.Int("count"); ++i) {
+    const auto tile = golden[absl::StrCat("tile.", i)].item<int64_t>();
+    const AutoencoderKl::Posterior posterior = model.Encode(view, golden[absl::StrCat("picture.", i)], tile);
+    const at::Tensor decoded = model.Decode(view, golden[absl::StrCat("latents.", i)], tile);
+    const std::string name = absl::StrCat("vae in tiles of ", tile);
+    EXPECT_LE(Report(name + " mean", RelativeError(posterior.mean, golden[absl::StrCat("mean.", i)])), kBlockTolerance);
+    EXPECT_LE(Report(name + " std", RelativeError(posterior.std, golden[absl::StrCat("std.", i)])), kBlockTolerance);
+    EXPECT_LE(Report(name + " decoded", RelativeError(decoded, golden[absl::StrCat("decoded.", i)])), kBlockTolerance);
+    // A whole picture in one tile is the whole picture.
+    const at::Tensor whole = model.Decode(view, golden[absl::StrCat("latents.", i)]);
+    EXPECT_TRUE(at::equal(model.Decode(view, golden[absl::StrCat("latents.", i)], 1024), whole));
+    EXPECT_GT(RelativeError(decoded, whole), 0) << "tiles are seen";
+  }
+}
+
 class ScheduleGolden : public testing::TestWithParam<const char*> {};
 
 TEST_P(ScheduleGolden, SigmasAndEulerStepsAgree) {
