@@ -78,11 +78,15 @@ void MemoryBudget::ShareWaits(const MemoryBudget& other) {
   subscription_ = waits_->Subscribe([this] { Wake(); });
 }
 
-void MemoryBudget::Wake() {
-  MutexLock lock(&mu_);
+void MemoryBudget::LookAgain() {
   if (waiters_.empty()) return;
   ++epoch_;
   changed_.SignalAll();
+}
+
+void MemoryBudget::Wake() {
+  MutexLock lock(&mu_);
+  LookAgain();
 }
 
 Reservation MemoryBudget::Take(const Request& request) {
@@ -286,7 +290,15 @@ absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
   }
 }
 
-void MemoryBudget::NotifyReclaimable() { Wake(); }
+void MemoryBudget::NotifyReclaimable() {
+  int64_t over = 0;
+  {
+    MutexLock lock(&mu_);
+    over = -Free();
+    LookAgain();
+  }
+  if (over > 0 && reclaimer_ != nullptr) reclaimer_->Reclaim(over);
+}
 
 void MemoryBudget::set_cap(int64_t cap_bytes) {
   int64_t over = 0;

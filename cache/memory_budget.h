@@ -173,7 +173,8 @@ class MemoryBudget {
   // What a TryReserve could get now: the cap less what is promised and what somebody holds.
   int64_t ObtainableBytes() const;
 
-  // Lets waiting requests look again. The cache calls it when a record becomes evictable.
+  // Lets waiting requests look again, and makes up for a cap that was lowered meanwhile. The cache calls it,
+  // without its mutex, when a record becomes evictable.
   void NotifyReclaimable();
 
   // Live change. Lowering it makes room as far as that can be done at once; what runs keeps what it has, and
@@ -209,6 +210,7 @@ class MemoryBudget {
                        const std::string& why) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   void Wake();
+  void LookAgain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ChangeUse(int64_t bytes, bool committed, MemoryUse from, MemoryUse to);
   void Give(int64_t bytes, MemoryUse use, bool committed, const std::string& owner);
   void Commit(int64_t bytes, MemoryUse use, const std::string& owner);

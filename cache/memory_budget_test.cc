@@ -202,18 +202,22 @@ TEST(MemoryBudget, AServedWaiterIsNeverTakenForOneThatWaits) {
   constexpr int kThreads = 4;
   const int rounds = kSanitized ? 2000 : 20000;
   RamBudget budget(100);
+  Reservation gate = *budget.Reserve(Ask(100, "gate"));
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
       for (int i = 0; i < rounds; ++i) {
         auto r = budget.Reserve(Ask(60, absl::StrCat("owner-", t)));
         ASSERT_TRUE(r.ok()) << r.status();  // nobody waits with bytes in hand, so nobody is to be refused
+        std::this_thread::yield();
       }
     });
   }
+  WaitUntil([&] { return budget.stats().waits == kThreads; });
+  gate.Release();
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(budget.stats().refused, 0);
-  EXPECT_GT(budget.stats().waits, 0);
+  EXPECT_GE(budget.stats().waits, kThreads);
 }
 
 TEST(MemoryBudget, AReservationMovesItsBytesAndNeverDoublesThem) {

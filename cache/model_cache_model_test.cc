@@ -108,7 +108,15 @@ struct Model {
       r->last_used = now;
       Use(r);
     }
-    if (--r->holders == 0 && !r->indexed) Gone(r);
+    if (--r->holders > 0) return;
+    if (!r->indexed) Gone(r);
+    EvictIdle(InUse() + reserved - cap, EvictReason::kRoom);  // where the cap was lowered meanwhile
+  }
+  void LetGoOn(Ref r, int d, int64_t promised) {
+    devices[d].reserved -= promised;
+    --r->copies[d].holders;
+    Offload(d, InUseOn(d) + devices[d].reserved - devices[d].cap);
+    LetGo(r);
   }
   void Gone(Ref r) {
     if (r->pointers == 0) {
@@ -446,9 +454,7 @@ class ModelTest : public CacheTest {
     const std::string why = ModelMove(r, d, options, breaks, &promised);
     ExpectReason(got.status(), why);
     if (!why.empty()) {
-      --copy.holders;
-      model.devices[d].reserved -= promised;
-      model.LetGo(r);
+      model.LetGoOn(r, d, promised);
     } else if (got.ok()) {
       if (copy.resident != got->plan().resident) return Wrong("resident blocks");
       locks.push_back({std::move(*got), r, d, promised});
@@ -531,9 +537,7 @@ class ModelTest : public CacheTest {
   }
 
   void ModelLetGoOn(const HeldOn& lock) {
-    model.devices[lock.device].reserved -= lock.reserved;
-    --lock.record->copies[lock.device].holders;
-    model.LetGo(lock.record);
+    model.LetGoOn(lock.record, lock.device, lock.reserved);
   }
   void ReleaseOnDevice() {
     std::swap(locks[Pick(locks.size())], locks.back());

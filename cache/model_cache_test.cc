@@ -1,8 +1,10 @@
 #include "cache/model_cache.h"
 
 #include <atomic>
+#include <new>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <thread>
 
 #include "absl/time/clock.h"
@@ -363,6 +365,29 @@ TEST_F(ModelCacheTest, ALoaderThatUnderestimatesIsAnErrorNotAnOverdraft) {
   ExpectBalanced();
 }
 
+TEST_F(ModelCacheTest, ALoaderThatThrowsIsAnErrorLikeAnyOther) {
+  const struct {
+    std::function<void()> raise;
+    const char* reason;
+  } kCases[] = {
+      {[] { throw std::bad_alloc(); }, "OUT_OF_MEMORY"},
+      {[] { throw std::runtime_error("DefaultCPUAllocator: not enough memory"); }, "OUT_OF_MEMORY"},
+      {[] { throw std::runtime_error("shapes differ\nand a trace"); }, "LOAD_FAILED"},
+  };
+  for (const auto& c : kCases) {
+    Loader loader = Load(10);
+    loader.load = [&](const LoadContext&) -> Loaded {
+      c.raise();
+      return nullptr;
+    };
+    const absl::Status status = cache.Lock({"a", ""}, loader, {.owner = "me"}).status();
+    EXPECT_EQ(ErrorReason(status), c.reason);
+    EXPECT_EQ(status.message().find("trace"), std::string::npos);
+  }
+  EXPECT_EQ(ram.stats().reserved_bytes, 0);
+  MustLock("a", 10);
+}
+
 TEST_F(ModelCacheTest, AnEstimateThatWasTooHighIsGivenBack) {
   Loader loader = Load(50);
   loader.estimated_bytes = 100 * kUnit;
@@ -598,6 +623,8 @@ TEST_F(ModelCacheTest, LoweringTheCapEvictsWhatNobodyHolds) {
   EXPECT_THAT(Ids(), ElementsAre("c"));
   EXPECT_EQ(ram.stats().in_use_bytes, 30 * kUnit);
   EXPECT_EQ(cache.Stats().unaccounted_bytes(), 0);
+  held.Release();
+  EXPECT_THAT(Ids(), IsEmpty());  // it is too much still
 }
 
 TEST_F(ModelCacheTest, EveryEvictionHasItsReasonAndTheLastOnesAreRemembered) {

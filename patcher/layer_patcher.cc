@@ -24,6 +24,12 @@ std::string MergedName(const ModelKey& component, const std::vector<PatchSpec>& 
   return name;
 }
 
+// The canonical order, so that A+B and B+A are one set.
+void Sort(std::vector<PatchSpec>& specs) {
+  std::stable_sort(specs.begin(), specs.end(),
+                   [](const PatchSpec& a, const PatchSpec& b) { return a.name < b.name; });
+}
+
 MemoryBudget::Request Ask(int64_t bytes, MemoryUse use, const PatchTarget& target, const ApplyOptions& options) {
   return {.bytes = bytes,
           .use = use,
@@ -68,6 +74,26 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
                     {{"sample", sample}, {"layers_in_file", absl::StrCat(report.layers_in_file)}});
   }
   return report;
+}
+
+ModelKey LayerPatcher::MergedKey(const ModelKey& component, std::vector<PatchSpec>& specs) {
+  Sort(specs);
+  return {component.id, MergedName(component, specs)};
+}
+
+absl::StatusOr<int64_t> LayerPatcher::OverlayBytes(const ComponentLayout& layout, double bytes_per_number,
+                                                   const PatchTarget& target, std::vector<PatchSpec> specs,
+                                                   const ApplyOptions& options) {
+  const bool direct = options.mode == PatchMode::kDirect;
+  ASSIGN_OR_RETURN(const Contributions contributions, Collect(layout, target, specs, /*on_host=*/direct));
+  if (!direct) return SidecarBytes(layout, contributions, options.compute);
+  double bytes = 0;
+  for (const auto& [index, shares] : contributions) {
+    double numbers = 1;
+    for (int64_t extent : layout[Slot{index}].shape) numbers *= static_cast<double>(extent);
+    bytes += numbers * bytes_per_number;
+  }
+  return static_cast<int64_t>(bytes);
 }
 
 absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarget& target,
@@ -143,8 +169,7 @@ absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightS
                                                                    std::vector<PatchSpec> specs,
                                                                    const ApplyOptions& options,
                                                                    std::vector<PatchReport>* reports) {
-  std::stable_sort(specs.begin(), specs.end(),
-                   [](const PatchSpec& a, const PatchSpec& b) { return a.name < b.name; });
+  Sort(specs);
   const bool direct = options.mode == PatchMode::kDirect;
   ASSIGN_OR_RETURN(const Contributions contributions, Collect(weights.layout(), target, specs, /*on_host=*/direct));
   if (contributions.empty()) return nullptr;

@@ -83,6 +83,14 @@ class LayerPatcher {
                                                               const ApplyOptions& options,
                                                               std::vector<PatchReport>* reports = nullptr);
 
+  // What Apply would take, without doing it: bytes of merged weights (direct) or of what is computed beside them,
+  // where `bytes_per_number` is that of the component's weights.
+  static absl::StatusOr<int64_t> OverlayBytes(const ComponentLayout& layout, double bytes_per_number,
+                                              const PatchTarget& target, std::vector<PatchSpec> specs,
+                                              const ApplyOptions& options);
+  // The record that merged weights of `specs` are. REQUIRES: all have handles.
+  static ModelKey MergedKey(const ModelKey& component, std::vector<PatchSpec>& specs);
+
  private:
   static absl::Status ApplyDirect(const WeightSet& weights, const PatchTarget& target,
                                   const std::vector<PatchSpec>& specs, const Contributions& contributions,

@@ -244,9 +244,10 @@ absl::Status RunUnload(const GlobalOptions& global, const std::string& name) {
   ASSIGN_OR_RETURN(auto response,
                    Ask<v1::CacheService>(global, &v1::CacheService::Stub::UnloadModel, request));
   if (global.json) return PrintJson(response), absl::OkStatus();
-  Print(absl::StrCat("evicted ", response.evicted_records(), " records, ",
-                     HumanBytes(response.evicted_bytes()), "; ", response.busy_records(),
-                     " are in use and stay\n"));
+  std::string text = absl::StrCat("evicted ", response.evicted_records(), " records, ",
+                                  HumanBytes(response.evicted_bytes()));
+  if (response.busy_records() > 0) absl::StrAppend(&text, "; ", response.busy_records(), " in use stay");
+  Print(text + "\n");
   return absl::OkStatus();
 }
 

@@ -1,6 +1,7 @@
 #include "server/ctl_memory.h"
 
 #include <algorithm>
+#include <map>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -50,6 +51,17 @@ std::string UsesText(const v1::GetCacheStatsResponse& stats) {
 
 std::string SumText(int64_t count, int64_t bytes) {
   return absl::StrCat(count, count == 1 ? " record, " : " records, ", HumanBytes(bytes));
+}
+
+// A holder often has several locks: one for the session, one for each job that uses the record.
+std::string HoldersText(const v1::CacheRecord& record) {
+  std::vector<std::string> parts;
+  std::map<std::string, int> counts;
+  for (const std::string& holder : record.holders()) ++counts[holder];
+  for (const auto& [holder, count] : counts) {
+    parts.push_back(count > 1 ? absl::StrCat(ShortKey(holder), " ×", count) : ShortKey(holder));
+  }
+  return absl::StrJoin(parts, ", ");
 }
 
 // Weights on a device: how many, what share that is, and what is streamed.
@@ -122,7 +134,7 @@ std::string CacheText(const v1::GetCacheStatsResponse& stats, absl::Time now) {
                        absl::StrCat(Printable(record.kind()), record.stale() ? " (stale)" : ""),
                        Printable(record.use()), HumanBytes(record.bytes()), absl::StrCat(record.lock_count()),
                        record.lock_count() > 0 ? "" : HumanMs(ToMs(record.idle())), HumanMs(record.load_ms()),
-                       Printable(absl::StrJoin(record.holders(), ", ")), absl::StrJoin(residency, ", ")});
+                       HoldersText(record), absl::StrJoin(residency, ", ")});
     }
     absl::StrAppend(&out, "\n", TableText(table));
   }
@@ -158,10 +170,10 @@ std::string PlanText(const v1::PlanResponse& plan) {
   absl::StrAppend(&out, "holds at most ", HumanBytes(plan.peak_ram_bytes()), " of RAM\n");
 
   if (plan.phases_size() > 0) {
-    Rows rows = {{"PHASE", "DEVICE", "WORKING", "", "WEIGHTS", "THERE", "STREAMED", "TIME"}};
+    Rows rows = {{"PHASE", "DEVICE", "WORKING", "", "RESIDENT", "SHARE", "STREAMED", "TIME"}};
     for (const v1::PlanResponse::Phase& phase : plan.phases()) {
       if (phase.cached()) {
-        rows.push_back({Printable(phase.component()), "", "", "", "", "", "", "is in memory"});
+        rows.push_back({Printable(phase.component()), "", "", "", "", "", "", "cached"});
         continue;
       }
       const std::vector<std::string> weights = ResidencyCells(phase);
@@ -219,10 +231,10 @@ std::string AdaptedText(const v1::JobEvent::Adapted& adapted) {
 
 std::string PhasesText(const v1::JobEvent::Done& done) {
   if (done.phases_size() == 0) return "";
-  Rows rows = {{"PHASE", "DEVICE", "WORKING", "PEAK", "WEIGHTS", "THERE", "STREAMED", ""}};
+  Rows rows = {{"PHASE", "DEVICE", "WORKING", "PEAK", "RESIDENT", "SHARE", "STREAMED", ""}};
   for (const v1::PhaseReport& phase : done.phases()) {
     if (phase.cached()) {
-      rows.push_back({Printable(phase.component()), "", "", "", "", "", "", "was in memory"});
+      rows.push_back({Printable(phase.component()), "", "", "", "", "", "", "cached"});
       continue;
     }
     const std::vector<std::string> weights = ResidencyCells(phase);

@@ -185,15 +185,21 @@ int DisplayColumns(absl::string_view text) {
       std::count_if(text.begin(), text.end(), [](unsigned char c) { return (c & 0xc0) != 0x80; }));
 }
 
-std::string FitText(absl::string_view text, int columns) {
-  if (DisplayColumns(text) <= columns) return std::string(text);
+std::string FitText(absl::string_view text, int columns, bool cut_middle) {
+  const int all = DisplayColumns(text);
+  if (all <= columns) return std::string(text);
   if (columns <= 0) return "";
-  size_t end = 0;
-  for (int left = columns - 1; left > 0; --left) {
-    do ++end;
-    while (end < text.size() && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80);
-  }
-  return absl::StrCat(text.substr(0, end), "…");
+  // Where the n-th column begins.
+  const auto at = [&](int n) {
+    size_t i = 0;
+    for (; n > 0; --n) {
+      do ++i;
+      while (i < text.size() && (static_cast<unsigned char>(text[i]) & 0xc0) == 0x80);
+    }
+    return i;
+  };
+  const int after = cut_middle ? (columns - 1) / 2 : 0;
+  return absl::StrCat(text.substr(0, at(columns - 1 - after)), "…", text.substr(at(all - after)));
 }
 
 std::vector<std::string> FitTable(const std::vector<Column>& columns, const Rows& rows, int width) {
@@ -219,10 +225,10 @@ std::vector<std::string> FitTable(const std::vector<Column>& columns, const Rows
     --widths[widest];
   }
   std::vector<std::string> out;
-  const auto append = [&](const std::vector<std::string>& row) {
+  const auto append = [&](const std::vector<std::string>& row, bool heading) {
     std::string line;
     for (size_t i = 0; i < columns.size() && i < row.size(); ++i) {
-      const std::string cell = FitText(row[i], widths[i]);
+      const std::string cell = FitText(row[i], widths[i], columns[i].cut_middle && !heading);
       const std::string gap(widths[i] - DisplayColumns(cell), ' ');
       absl::StrAppend(&line, i > 0 ? "  " : "", columns[i].right ? gap + cell : cell + gap);
     }
@@ -231,8 +237,8 @@ std::vector<std::string> FitTable(const std::vector<Column>& columns, const Rows
   };
   std::vector<std::string> titles;
   for (const Column& column : columns) titles.push_back(column.title);
-  append(titles);
-  for (const auto& row : rows) append(row);
+  append(titles, true);
+  for (const auto& row : rows) append(row, false);
   return out;
 }
 

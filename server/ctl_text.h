@@ -48,7 +48,7 @@ double ToMs(const google::protobuf::Duration& duration);
 // 0.423 → "42%". Only what is whole is 100%, and only nothing is 0%.
 std::string Percent(int64_t part, int64_t whole);
 
-// A record's key with its hashes cut to six digits.
+// A record's key or a session's id with its hashes cut to six digits.
 std::string ShortKey(absl::string_view key);
 
 // "STATE_IDLE" → "idle".
@@ -66,14 +66,15 @@ std::string PairsText(const Rows& rows);
 // Terminal columns of UTF-8 text without wide characters: its code points.
 int DisplayColumns(absl::string_view text);
 
-// `text` in at most so many columns; the end of what is too long becomes "…".
-std::string FitText(absl::string_view text, int columns);
+// `text` in at most so many columns; the end of what is too long becomes "…", or the middle.
+std::string FitText(absl::string_view text, int columns, bool cut_middle = false);
 
 struct Column {
   std::string title;
   bool right = false;
   int min_width = 0;  // so that what changes does not move what does not
   int shrink_to = 0;  // where the table is too wide; 0: never
+  bool cut_middle = false;
 };
 
 // The heading and the rows, each in at most `width` columns; 0: as wide as they need to be.

@@ -21,7 +21,6 @@ using Style = StyledLine::Style;
 
 constexpr int kMinBar = 6;
 constexpr int kMaxBar = 40;
-constexpr int kShortId = 8;
 // From here on there is room for what is reserved beside what is in use, and for peers.
 constexpr int kWide = 120;
 
@@ -48,15 +47,14 @@ StyledLine Header(const TopSnapshot& now) {
     }
   }
   const v1::RamBudget& ram = now.cache.ram_budget();
-  const std::vector<std::string> parts = {
+  std::vector<std::string> parts = {
       absl::StrCat("latentd ", Printable(info.version())),
       absl::StrCat("up ", ShortMs(MsSince(info.start_time(), now.time))),
-      info.draining() ? "DRAINING" : "serving",
-      absl::StrCat("ram ", Percent(ram.in_use_bytes() + ram.reserved_bytes(), ram.cap_bytes()), " of ",
-                   ShortBytes(ram.cap_bytes())),
+      absl::StrCat("ram ", Percent(ram.in_use_bytes() + ram.reserved_bytes(), ram.cap_bytes())),
       absl::StrCat(now.sessions.sessions_size(), "/", info.limits().max_sessions(), " sessions"),
       absl::StrCat(running, " running"),
       absl::StrCat(queued, "/", info.limits().max_queued_jobs(), " queued")};
+  if (info.draining()) parts.insert(parts.begin() + 1, "DRAINING");
   return {absl::StrJoin(parts, "  "), info.draining() ? Style::kAlarm : Style::kPlain};
 }
 
@@ -148,9 +146,9 @@ std::string RatesText(const TopState& state) {
 }
 
 Section Sessions(const v1::ListSessionsResponse& response, int width) {
-  std::vector<Column> columns = {{"SESSION", false, kShortId}, {"JOB", false, 0, 5}, {"MODEL", false, 0, 8},
-                                 {"LORAS", false, 0, 6},       {"STATE", false, 9},  {"STEP", true, 5},
-                                 {"DEVICE", false, 6},         {"AGE", true, 6}};
+  std::vector<Column> columns = {{"SESSION", false, 7},  {"JOB", false, 0, 5}, {"MODEL", false, 0, 8},
+                                 {"LORAS", false, 0, 6}, {"STATE", false, 9},  {"STEP", true, 5},
+                                 {"DEVICE", false, 6},   {"AGE", true, 6}};
   const bool wide = IsWide(width);
   if (wide) columns.insert(columns.end(), {{"PRIORITY", true}, {"PEER", false, 0, 8}});
   // Where rows are left out, those that do nothing are.
@@ -162,8 +160,8 @@ Section Sessions(const v1::ListSessionsResponse& response, int width) {
     std::vector<std::string> loras;
     for (const v1::LoraRef& lora : session->loras()) loras.push_back(LoraText(lora));
     const std::string state = EnumText(v1::SessionInfo::State_Name(session->state()), "STATE_");
-    const std::vector<std::string> first = {Printable(session->session()).substr(0, kShortId),
-                                            Printable(session->model()), absl::StrJoin(loras, ", ")};
+    const std::vector<std::string> first = {ShortKey(session->session()), Printable(session->model()),
+                                            absl::StrJoin(loras, ", ")};
     const auto add = [&](const std::vector<std::string>& about, const std::string& job,
                          const std::string& phase, const std::string& step, const std::string& device,
                          const google::protobuf::Duration& age) {
@@ -196,8 +194,8 @@ std::string LocksText(const v1::CacheRecord& record) {
 
 // What is held on top, what would go first at the bottom.
 Section Records(const v1::GetCacheStatsResponse& stats, int width) {
-  const std::vector<Column> columns = {{"RECORD (the lowest goes first)", false, 26, 16},
-                                       {"KIND", false, 12, 8},
+  const std::vector<Column> columns = {{"RECORD (lowest goes 1st)", false, 24, 16, true},
+                                       {"KIND", false, 11, 8},
                                        {"SIZE", true, 6},
                                        {"LOCKS", false},
                                        {"IDLE", true, 6},
@@ -220,7 +218,7 @@ Section Records(const v1::GetCacheStatsResponse& stats, int width) {
 }
 
 Section Evictions(const v1::GetCacheStatsResponse& stats, absl::Time now, int width) {
-  const std::vector<Column> columns = {{"EVICTED (the last on top)", false, 26, 16},
+  const std::vector<Column> columns = {{"EVICTED (last on top)", false, 26, 16, true},
                                        {"SIZE", true, 6},
                                        {"REASON", false, 10},
                                        {"AGO", true, 6}};
@@ -232,36 +230,41 @@ Section Evictions(const v1::GetCacheStatsResponse& stats, absl::Time now, int wi
   return {.lines = FitTable(columns, rows, width)};
 }
 
-void Append(const Section& section, int rows, std::vector<StyledLine>& out) {
+StyledLine LeftOut(int lines) {
+  return {absl::StrCat("… ", lines, lines == 1 ? " line" : " lines", " left out")};
+}
+
+void Append(const Section& section, std::vector<StyledLine>& out) {
   const int all = static_cast<int>(section.lines.size());
   // The heading, what comes before the gap, the line that tells of it, and what comes after.
-  const int left_out = rows >= all ? 0 : all - rows + 1;
-  const int after = left_out > 0 && section.keep_ends ? (rows - 2) / 2 : 0;
+  const int left_out = section.rows >= all ? 0 : all - section.rows + 1;
+  const int after = left_out > 0 && section.keep_ends ? (section.rows - 2) / 2 : 0;
   const int before = all - left_out - after;
-  for (int i = 0; i < before; ++i)
+  for (int i = 0; i < before; ++i) {
     out.push_back({section.lines[i], i == 0 ? Style::kHeading : Style::kPlain});
-  if (left_out > 0)
-    out.push_back({absl::StrCat("… ", left_out, left_out == 1 ? " line" : " lines", " left out")});
+  }
+  if (left_out > 0) out.push_back(LeftOut(left_out));
   for (int i = all - after; i < all; ++i) out.push_back({section.lines[i]});
 }
 
-// Gives the sections `rows` between them. One that has no room for its heading and a line gets none.
-void Share(std::vector<Section>& sections, int rows) {
-  bool more = true;
-  while (more) {
+// Gives the first `n` sections `rows` between them. False when one of them is left with less than a heading,
+// a line, and one that tells of the others.
+bool Share(std::vector<Section>& sections, size_t n, int rows) {
+  for (Section& section : sections) section.rows = 0;
+  for (bool more = true; more;) {
     more = false;
-    for (Section& section : sections) {
-      for (int i = 0; i < section.share && rows > 0; ++i) {
-        if (section.rows == static_cast<int>(section.lines.size())) break;
-        ++section.rows;
-        --rows;
-        more = true;
-      }
+    for (size_t s = 0; s < n; ++s) {
+      Section& section = sections[s];
+      const int wanted = static_cast<int>(section.lines.size()) - section.rows;
+      const int given = std::min({section.share, wanted, rows});
+      section.rows += given;
+      rows -= given;
+      more |= given > 0;
     }
   }
-  for (Section& section : sections) {
-    if (section.rows == 1 && section.lines.size() > 1) section.rows = 0;
-  }
+  return std::all_of(sections.begin(), sections.begin() + static_cast<int>(n), [](const Section& section) {
+    return section.rows >= std::min(3, static_cast<int>(section.lines.size()));
+  });
 }
 
 }  // namespace
@@ -301,26 +304,41 @@ std::vector<StyledLine> DrawTop(const TopState& state, TerminalSize size, absl::
                                   " of ram belong to no record: a bug of the server"),
                      Style::kAlarm});
     }
-    const Section budgets = Budgets(cache, width);
-    // In the order in which they are left out: the last first.
+    Section budgets = Budgets(cache, width);
+    budgets.rows = static_cast<int>(budgets.lines.size());
+    // In the order of their weight: where there is too little room, the last ones are left out.
     std::vector<Section> sections = {Sessions(state.now->sessions, width), Records(cache, width),
                                      Uses(cache, width), Evictions(cache, state.now->time, width)};
     const bool all = size.rows == 0;
-    const int fixed = static_cast<int>(out.size() + budgets.lines.size()) + 1;
-    if (!all) Share(sections, std::max(0, size.rows - fixed));
-    const auto append = [&](const Section& section) {
-      if (all) out.push_back({});
-      Append(section, all ? static_cast<int>(section.lines.size()) : section.rows, out);
-    };
+    size_t shown = sections.size();
+    if (all) {
+      for (Section& section : sections) section.rows = static_cast<int>(section.lines.size());
+    } else {
+      int rows = size.rows - static_cast<int>(out.size()) - budgets.rows - 1;
+      if (!Share(sections, shown, rows)) {
+        --rows;  // for the line that tells of it
+        do --shown;
+        while (!Share(sections, shown, std::max(0, rows)));
+      }
+    }
     if (all) out.push_back({});
-    Append(budgets, static_cast<int>(budgets.lines.size()), out);
+    Append(budgets, out);
     out.push_back({RatesText(state)});
-    for (size_t i : {2, 0, 1, 3}) append(sections[i]);
+    int left_out = 0;
+    for (size_t i : {2, 0, 1, 3}) {
+      if (i >= shown) {
+        left_out += static_cast<int>(sections[i].lines.size());
+        continue;
+      }
+      if (all) out.push_back({});
+      Append(sections[i], out);
+    }
+    if (left_out > 0) out.push_back(LeftOut(left_out));
   }
   if (size.rows > 0 && static_cast<int>(out.size()) > size.rows) {
     const int left_out = static_cast<int>(out.size()) - size.rows + 1;
     out.resize(size.rows - 1);
-    out.push_back({absl::StrCat("… ", left_out, " lines left out")});
+    out.push_back(LeftOut(left_out));
   }
   if (width > 0) {
     for (StyledLine& line : out) line.text = FitText(line.text, width);

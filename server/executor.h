@@ -3,6 +3,7 @@
 #ifndef LATENTD_SERVER_EXECUTOR_H_
 #define LATENTD_SERVER_EXECUTOR_H_
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -39,14 +40,21 @@ class Executor {
 
   Device& device() const { return *device_; }
   int threads() const { return threads_; }
-  // Tasks that are running or ready to; for placement.
+  // Tasks that are running or ready to.
   int load() const;
+
+  // Jobs that were placed here and are not over, whatever they do at the moment; for placement.
+  int jobs() const { return jobs_; }
+  void AddJob() { ++jobs_; }
+  void RemoveJob() { --jobs_; }
+  bool idle() const { return jobs() == 0 && load() == 0; }
 
  private:
   void Run();
 
   Device* const device_;
   const int threads_;
+  std::atomic<int> jobs_ = 0;
   mutable Mutex mu_;
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;

@@ -95,7 +95,7 @@ absl::Status Job::Prepare() {
   if (params_.init_image.defined()) phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
   phases_.push_back({Kind::kDenoise, pipeline.denoiser_component()});
   phases_.push_back({Kind::kDecode, pipeline.decoder_component()});
-  home_ = &core_->Place(*setup_.model);
+  home_ = &core_->Place(*setup_.model);  // counts this job; Finish takes it off
   return AcquirePhase();
 }
 
@@ -410,6 +410,7 @@ void Job::RecordMeasurement() {
 void Job::Finish(absl::Status status) {
   if (finished_.exchange(true)) return;
   if (const absl::Status stopped = StopReason(); !status.ok() && !stopped.ok()) status = stopped;
+  if (Executor* home = home_) home->RemoveJob();
   denoiser_ = nullptr;
   conditioning_.clear();
   latents_.reset();

@@ -3,10 +3,13 @@
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <termios.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -37,6 +40,7 @@ namespace {
 
 using nlohmann::json;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 std::string TestPng() {
@@ -73,12 +77,24 @@ void PlayJob(const v1::GenerateParams& params, const Send& send) {
     }
   }
   if (params.prompt() == "cut") return;
+  if (params.prompt() == "short of memory") {
+    auto* adapted = event.mutable_adapted();
+    adapted->set_measure(v1::JobEvent::Adapted::MEASURE_TILED);
+    adapted->set_component("vae");
+    adapted->set_device("sim:0");
+    adapted->set_reason("no room");
+    send(event);
+  }
   *event.mutable_done()->mutable_params() = params;
   auto* report = event.mutable_done()->add_loras();
   report->set_name("night");
   report->set_layers_in_file(5);
   report->set_unmatched_count(2);
   report->add_unmatched_samples("odd.layer");
+  auto* phase = event.mutable_done()->add_phases();
+  phase->set_component("vae");
+  phase->set_device("sim:0");
+  phase->set_working_bytes(1 << 20);
   send(event);
 }
 
@@ -155,7 +171,21 @@ class FakeDenoise : public v1::DenoiseService::Service {
     return grpc::Status::OK;
   }
 
+  grpc::Status Plan(grpc::ServerContext*, const v1::PlanRequest* request,
+                    v1::PlanResponse* response) override {
+    last_plan = *request;
+    if (request->model() == "missing") return ToGrpcStatus(NoModel("missing"));
+    response->set_device("sim:0");
+    response->set_fits(request->model() != "large");
+    if (!response->fits()) {
+      *response->mutable_reason() =
+          ToRpcStatus(MakeError(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", "no room"));
+    }
+    return grpc::Status::OK;
+  }
+
   v1::GenerateRequest last_request;
+  v1::PlanRequest last_plan;
   std::atomic<bool> cancelled = false;
 };
 
@@ -201,6 +231,7 @@ class FakeCache : public v1::CacheService::Service {
     record->set_bytes(160 * 1024);
     record->set_lock_count(1);
     record->add_holders("session-1");
+    record->set_use("patches");
     response->mutable_ram_budget()->set_cap_bytes(int64_t{8} << 30);
     return grpc::Status::OK;
   }
@@ -214,6 +245,32 @@ class FakeCache : public v1::CacheService::Service {
     response->set_evicted_records(4);
     return grpc::Status::OK;
   }
+  grpc::Status LoadModel(grpc::ServerContext*, const v1::LoadModelRequest* request,
+                         v1::LoadModelResponse* response) override {
+    last_load = *request;
+    if (request->name() == "missing") return ToGrpcStatus(NoModel("missing"));
+    for (const char* key : {"m@1:transformer", "m@1:vae"}) response->add_keys(key);
+    response->set_bytes(3 << 20);
+    response->set_loaded_records(1);
+    return grpc::Status::OK;
+  }
+  grpc::Status UnloadModel(grpc::ServerContext*, const v1::UnloadModelRequest* request,
+                           v1::UnloadModelResponse* response) override {
+    response->set_evicted_records(4);
+    response->set_evicted_bytes(3 << 20);
+    response->set_busy_records(request->name() == "busy" ? 2 : 0);
+    return grpc::Status::OK;
+  }
+  grpc::Status SetCap(grpc::ServerContext*, const v1::SetCapRequest* request,
+                      v1::SetCapResponse* response) override {
+    last_cap = *request;
+    response->set_old_cap_bytes(int64_t{8} << 30);
+    response->set_in_use_bytes(int64_t{2} << 30);
+    return grpc::Status::OK;
+  }
+
+  v1::LoadModelRequest last_load;
+  v1::SetCapRequest last_cap;
 };
 
 class FakeServer : public v1::ServerService::Service {
@@ -293,8 +350,8 @@ class LatentctlTest : public ::testing::Test {
     std::filesystem::remove_all(folder_);
   }
 
-  // Starts latentctl in the test's folder.
-  pid_t Start(std::vector<std::string> args, const std::string& input) {
+  // Starts latentctl in the test's folder; on `terminal`, where there is one.
+  pid_t Start(std::vector<std::string> args, const std::string& input, const char* terminal = nullptr) {
     const char* program = std::getenv("LATENTCTL");
     if (program == nullptr) ADD_FAILURE() << "LATENTCTL is not set; run this through ctest";
     if (input == kNeverEnds) {
@@ -307,15 +364,26 @@ class LatentctlTest : public ::testing::Test {
     for (std::string& arg : args) argv.push_back(arg.data());
     argv.push_back(nullptr);
     std::string variable = "LATENTD_ADDRESS=" + address_;
-    char* environment[] = {variable.data(), nullptr};
+    std::string term = "TERM=xterm";
+    char* environment[] = {variable.data(), term.data(), nullptr};
     posix_spawn_file_actions_t files;
     posix_spawn_file_actions_init(&files);
     posix_spawn_file_actions_addchdir_np(&files, folder_.c_str());
-    posix_spawn_file_actions_addopen(&files, 0, "in", input == kNeverEnds ? O_RDWR : O_RDONLY, 0);
-    posix_spawn_file_actions_addopen(&files, 1, "out", O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    const char* in = terminal != nullptr ? terminal : "in";
+    posix_spawn_file_actions_addopen(&files, 0, in, terminal || input == kNeverEnds ? O_RDWR : O_RDONLY, 0);
+    if (terminal != nullptr) {
+      posix_spawn_file_actions_addopen(&files, 1, terminal, O_RDWR, 0);
+    } else {
+      posix_spawn_file_actions_addopen(&files, 1, "out", O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    }
     posix_spawn_file_actions_addopen(&files, 2, "err", O_WRONLY | O_CREAT | O_TRUNC, 0600);
     pid_t pid = -1;
-    EXPECT_EQ(posix_spawn(&pid, program, &files, nullptr, argv.data(), environment), 0);
+    // A session of its own, so that the terminal's keys are its signals.
+    posix_spawnattr_t attributes;
+    posix_spawnattr_init(&attributes);
+    if (terminal != nullptr) posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSID);
+    EXPECT_EQ(posix_spawn(&pid, program, &files, &attributes, argv.data(), environment), 0);
+    posix_spawnattr_destroy(&attributes);
     posix_spawn_file_actions_destroy(&files);
     return pid;
   }
@@ -342,6 +410,57 @@ class LatentctlTest : public ::testing::Test {
   FakeHealth health_;
   std::unique_ptr<Listener> listener_;
   std::unique_ptr<grpc::Server> server_;
+};
+
+// What a person has: a window that shows things, and keys.
+class Terminal {
+ public:
+  Terminal() : fd_(posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC)) {
+    EXPECT_TRUE(fd_ && grantpt(fd_.get()) == 0 && unlockpt(fd_.get()) == 0);
+    name_ = ptsname(fd_.get());
+    // Without it, the end of the program would end what is read.
+    slave_ = Fd(open(name_.c_str(), O_RDWR | O_NOCTTY | O_CLOEXEC));
+    Resize(80, 24);
+  }
+
+  const char* name() const { return name_.c_str(); }
+
+  void Resize(int columns, int rows) {
+    winsize size = {};
+    size.ws_col = columns;
+    size.ws_row = rows;
+    ioctl(fd_.get(), TIOCSWINSZ, &size);
+  }
+
+  void Press(char key) { EXPECT_EQ(write(fd_.get(), &key, 1), 1); }
+
+  // Whether keys are echoed and come in lines, as a shell wants it.
+  bool IsCooked() const {
+    termios mode = {};
+    tcgetattr(slave_.get(), &mode);
+    return (mode.c_lflag & (ICANON | ECHO)) == (ICANON | ECHO);
+  }
+
+  // Reads until `text` was shown since the last call; false when it does not come.
+  bool Shows(const std::string& text) {
+    for (int i = 0; i < 400; ++i) {
+      if (const size_t at = shown_.find(text); at != std::string::npos) {
+        shown_.erase(0, at + text.size());
+        return true;
+      }
+      pollfd wait = {.fd = fd_.get(), .events = POLLIN, .revents = 0};
+      char bytes[4096];
+      if (poll(&wait, 1, 50) != 1) continue;
+      const ssize_t size = read(fd_.get(), bytes, sizeof(bytes));
+      if (size > 0) shown_.append(bytes, size);
+    }
+    ADD_FAILURE() << "no '" << text << "' in: " << shown_;
+    return false;
+  }
+
+ private:
+  Fd fd_, slave_;
+  std::string name_, shown_;
 };
 
 std::vector<json> JsonLines(const std::string& text) {
@@ -381,13 +500,13 @@ TEST_F(LatentctlTest, GenerateWritesThePictureToStdout) {
 
 TEST_F(LatentctlTest, GenerateSendsWhatTheFlagsSayAndNothingElse) {
   std::ofstream(folder_ + "/start.png") << "png";
-  ASSERT_EQ(
-      Ctl({"generate",  "--prompt",   "-dash", "--model",      "m",       "--lora",          "a",   "--lora",
-           "b:-0.5",    "--negative", "n",     "--steps",      "4",       "--guidance",      "2.5", "--image",
-           "start.png", "--strength", "0.4",   "--patch-mode", "sidecar", "--preview-every", "3",   "-o",
-           "x.jpg"})
-          .code,
-      0);
+  ASSERT_EQ(Ctl({"generate", "--prompt",     "-dash",      "--model",         "m",         "--lora",
+                 "a",        "--lora",       "b:-0.5",     "--negative",      "n",         "--steps",
+                 "4",        "--guidance",   "2.5",        "--image",         "start.png", "--strength",
+                 "0.4",      "--patch-mode", "sidecar",    "--preview-every", "3",         "-o",
+                 "x.jpg",    "--vae-tiling", "when-needed"})
+                .code,
+            0);
   const v1::GenerateRequest& request = denoise_.last_request;
   EXPECT_EQ(request.model(), "m");
   EXPECT_EQ(request.patch_mode(), v1::PATCH_MODE_SIDECAR);
@@ -402,6 +521,7 @@ TEST_F(LatentctlTest, GenerateSendsWhatTheFlagsSayAndNothingElse) {
   EXPECT_EQ(params.init_image().data(), "png");
   EXPECT_EQ(params.init_image().strength(), 0.4);
   EXPECT_EQ(params.preview_every(), 3);
+  EXPECT_EQ(params.vae_tiling(), v1::VAE_TILING_WHEN_NEEDED);
   EXPECT_EQ(params.image_format(), v1::IMAGE_FORMAT_JPEG);
   EXPECT_FALSE(params.has_width() || params.has_height() || params.has_seed() || params.has_count() ||
                params.has_true_cfg_scale());
@@ -514,7 +634,7 @@ TEST_F(LatentctlTest, LorasAreListedAndInspected) {
 TEST_F(LatentctlTest, CacheShowsRecordsAndWhoHoldsThem) {
   const std::string out = Ctl({"cache"}).out;
   EXPECT_THAT(out, HasSubstr("0 B in use, 0 B reserved, of 8.00 GiB"));
-  EXPECT_THAT(out, HasSubstr("night@1/lora  lora  160.0 KiB      1  session-1"));
+  EXPECT_THAT(out, HasSubstr("night@1/lora  lora  patches  160.0 KiB      1        0.0 ms  session-1"));
 }
 
 TEST_F(LatentctlTest, CacheTrimsAndDrops) {
@@ -522,6 +642,127 @@ TEST_F(LatentctlTest, CacheTrimsAndDrops) {
   EXPECT_EQ(Ctl({"cache", "--trim", "2MiB"}).out, "freed 2.00 MiB\n");
   EXPECT_THAT(Ctl({"cache", "--drop", "m"}).out, HasSubstr("evicted 4 records"));
   EXPECT_EQ(Ctl({"cache", "--trim", "lots"}).code, 2);
+}
+
+TEST_F(LatentctlTest, LoadSaysWhatIsThereNow) {
+  EXPECT_EQ(Ctl({"load", "m", "--component", "transformer", "-C", "vae", "--device", "sim:0", "--pin"}).out,
+            "loaded 1 of 2 records, 3.00 MiB in all, also on sim:0; pinned until they are unloaded\n");
+  EXPECT_EQ(cache_.last_load.name(), "m");
+  ASSERT_EQ(cache_.last_load.components_size(), 2);
+  EXPECT_EQ(cache_.last_load.components(1), "vae");
+  EXPECT_EQ(cache_.last_load.device(), "sim:0");
+  EXPECT_TRUE(cache_.last_load.pin());
+  EXPECT_EQ(Ctl({"load", "m"}).out, "loaded 1 of 2 records, 3.00 MiB in all\n");
+  EXPECT_TRUE(cache_.last_load.components().empty() && cache_.last_load.device().empty());
+  EXPECT_FALSE(cache_.last_load.pin());
+  EXPECT_EQ(json::parse(Ctl({"--json", "load", "m"}).out)["keys"].size(), 2u);
+  EXPECT_EQ(Ctl({"load", "missing"}).code, 1);
+  EXPECT_EQ(Ctl({"load"}).code, 2);
+}
+
+TEST_F(LatentctlTest, UnloadSaysWhatWentAndWhatStays) {
+  EXPECT_EQ(Ctl({"unload", "m"}).out, "evicted 4 records, 3.00 MiB\n");
+  EXPECT_EQ(Ctl({"unload", "busy"}).out, "evicted 4 records, 3.00 MiB; 2 in use stay\n");
+}
+
+TEST_F(LatentctlTest, CapTakesSizesAsPeopleWriteThem) {
+  EXPECT_EQ(Ctl({"cap", "ram", "4GiB"}).out, "cap of ram set to 4.00 GiB, was 8.00 GiB; 2.00 GiB in use\n");
+  EXPECT_EQ(cache_.last_cap.budget(), "ram");
+  EXPECT_EQ(cache_.last_cap.cap_bytes(), int64_t{4} << 30);
+  EXPECT_EQ(
+      Ctl({"cap", "sim:0", "1GiB"}).out,
+      "cap of sim:0 set to 1.00 GiB, was 8.00 GiB; 2.00 GiB in use, above the cap until they are let go\n");
+  EXPECT_EQ(Ctl({"cap", "ram", "lots"}).code, 2);
+  EXPECT_EQ(Ctl({"cap", "ram"}).code, 2);
+}
+
+TEST_F(LatentctlTest, PlanTakesTheOptionsOfGenerate) {
+  const Outcome outcome = Ctl({"plan", "a circle", "-m", "m", "--lora", "a:0.5", "--steps", "4",
+                               "--vae-tiling", "always", "--patch-mode", "direct", "-o", "x.png"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, StartsWith("fits, on sim:0\n"));
+  EXPECT_EQ(denoise_.last_plan.model(), "m");
+  EXPECT_EQ(denoise_.last_plan.loras(0).weight(), 0.5);
+  EXPECT_EQ(denoise_.last_plan.patch_mode(), v1::PATCH_MODE_DIRECT);
+  EXPECT_EQ(denoise_.last_plan.params().prompt(), "a circle");
+  EXPECT_EQ(denoise_.last_plan.params().steps(), 4);
+  EXPECT_EQ(denoise_.last_plan.params().vae_tiling(), v1::VAE_TILING_ALWAYS);
+  EXPECT_FALSE(std::filesystem::exists(folder_ + "/x.png"));
+}
+
+TEST_F(LatentctlTest, WhetherAPlanFitsIsInTheExitCode) {
+  const Outcome outcome = Ctl({"plan", "a circle", "-m", "large"});
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_THAT(outcome.out, StartsWith("does not fit, on sim:0\nBUDGET_EXHAUSTED: no room\n"));
+  EXPECT_EQ(outcome.err, "");
+  const Outcome in_json = Ctl({"--json", "plan", "a circle", "-m", "large"});
+  EXPECT_EQ(in_json.code, 1);
+  EXPECT_EQ(json::parse(in_json.out)["fits"], false);
+  EXPECT_EQ(Ctl({"plan", "a circle", "-m", "missing"}).code, 1);
+}
+
+TEST_F(LatentctlTest, GenerateSaysWhatWasDoneAboutMissingMemory) {
+  const Outcome outcome = Ctl({"generate", "short of memory", "-o", "a.png"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.err, HasSubstr("memory is short for vae on sim:0: works in tiles (no room)\n"));
+  EXPECT_THAT(outcome.err, Not(HasSubstr("PHASE")));
+}
+
+TEST_F(LatentctlTest, VerboseShowsThePhases) {
+  EXPECT_THAT(Ctl({"generate", "a circle", "-v", "-o", "a.png"}).err,
+              HasSubstr("\nvae    sim:0   1.00 MiB\n"));
+  EXPECT_THAT(Ctl({"session", "-v", "-o", "{job}.png"}, "generate one").err,
+              HasSubstr("\njob-1: vae    sim:0   1.00 MiB\n"));
+}
+
+TEST_F(LatentctlTest, TopPrintsOnceWhereThereIsNoTerminal) {
+  const Outcome outcome = Ctl({"top"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, StartsWith("latentd 9.9  up "));
+  EXPECT_THAT(outcome.out, HasSubstr("\nloads -/s (0)  "));
+  EXPECT_THAT(outcome.out, HasSubstr("\nnight@1/lora              lora  "));
+  EXPECT_THAT(outcome.out, HasSubstr("\nabc      job-1                denoising   3/12  "));
+  EXPECT_THAT(outcome.out, Not(HasSubstr("\x1b")));
+  EXPECT_THAT(Ctl({"top", "--once", "--interval", "0.1"}).out, HasSubstr("\nloads 0.0/s (0)  "));
+  EXPECT_EQ(Ctl({"top", "--interval", "0"}).code, 2);
+  EXPECT_EQ(Ctl({"--address", "unix:/no/such.sock", "top"}).code, 3);
+}
+
+TEST_F(LatentctlTest, TopInJsonIsOneObject) {
+  const auto top = json::parse(Ctl({"--json", "top"}).out);
+  EXPECT_EQ(top["info"]["version"], "9.9");
+  EXPECT_EQ(top["sessions"][0]["jobs"][0]["jobId"], "job-1");
+  EXPECT_EQ(top["cache"]["records"][0]["kind"], "lora");
+}
+
+TEST_F(LatentctlTest, TopFillsTheTerminalAndGivesItBack) {
+  Terminal terminal;
+  const pid_t pid = Start({"top", "--interval", "0.1"}, "", terminal.name());
+  EXPECT_TRUE(terminal.Shows("\x1b[?1049h"));
+  EXPECT_TRUE(terminal.Shows("latentd 9.9  up "));
+  EXPECT_TRUE(terminal.Shows("loads 0.0/s (0)  "));
+  EXPECT_FALSE(terminal.IsCooked());
+  EXPECT_TRUE(terminal.Shows("  DEVICE     AGE"));
+  terminal.Resize(160, 24);
+  EXPECT_TRUE(terminal.Shows("  PEER"));
+  terminal.Press('q');
+  EXPECT_EQ(Wait(pid).code, 0);
+  EXPECT_TRUE(terminal.Shows("\x1b[?25h\x1b[?1049l"));
+  EXPECT_TRUE(terminal.IsCooked());
+}
+
+TEST_F(LatentctlTest, TopOutlivesTheServerAndEndsWithAnInterrupt) {
+  Terminal terminal;
+  const pid_t pid = Start({"top", "--interval", "0.1"}, "", terminal.name());
+  EXPECT_TRUE(terminal.Shows("latentd 9.9  up "));
+  listener_->Stop();
+  server_->Shutdown(std::chrono::system_clock::now());
+  EXPECT_TRUE(terminal.Shows("no answer, trying again, this is "));
+  EXPECT_TRUE(terminal.Shows("NO_SERVER"));
+  terminal.Press('\x03');
+  EXPECT_EQ(Wait(pid).code, 0);
+  EXPECT_TRUE(terminal.Shows("\x1b[?25h\x1b[?1049l"));
+  EXPECT_TRUE(terminal.IsCooked());
 }
 
 TEST_F(LatentctlTest, SessionsShowsJobsAndCancelsThem) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "c10/core/Allocator.h"
+#include "c10/util/Logging.h"
 
 namespace latentd {
 
@@ -18,8 +19,22 @@ class MemoryMeter::Counter : public c10::MemoryReportingInfoBase {
   int64_t net_ = 0, peak_ = 0;
 };
 
+namespace {
+
+// Blocks that are older than the meter are freed under it; LibTorch has a warning for that, which says nothing to
+// whoever reads this server's log.
+bool SilenceWarnings() {
+  constexpr int kErrorsOnly = 2;
+  FLAGS_caffe2_log_level = kErrorsOnly;
+  return true;
+}
+
+}  // namespace
+
 MemoryMeter::MemoryMeter()
-    : counter_(std::make_shared<Counter>()), guard_(c10::DebugInfoKind::PROFILER_STATE, counter_) {}
+    : counter_(std::make_shared<Counter>()), guard_(c10::DebugInfoKind::PROFILER_STATE, counter_) {
+  [[maybe_unused]] static const bool once = SilenceWarnings();
+}
 
 MemoryMeter::~MemoryMeter() = default;
 

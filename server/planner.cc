@@ -230,11 +230,15 @@ class ImaginedDevice {
   int64_t free_ = 0;
 };
 
+double BytesPerNumber(const Component& component) {
+  return static_cast<double>(component.files->tensor_bytes()) /
+         static_cast<double>(std::max<int64_t>(component.layout->parameter_count(), 1));
+}
+
 // What a component's weights will be on a device, from its description: shapes, and the file's bytes per number.
 std::vector<ResourceBlock> DescribeBlocks(const Component& component) {
   const ComponentLayout& layout = *component.layout;
-  const double bytes_per_number = static_cast<double>(component.files->tensor_bytes()) /
-                                  static_cast<double>(std::max<int64_t>(layout.parameter_count(), 1));
+  const double bytes_per_number = BytesPerNumber(component);
   std::vector<ResourceBlock> blocks;
   for (const ComponentLayout::Block& block : layout.blocks()) blocks.push_back({0, block.stays});
   blocks.push_back({0, true});
@@ -266,7 +270,7 @@ class Planner {
   }
 
   v1::PlanResponse Run() {
-    Executor& home = core_.Place(model_);
+    Executor& home = core_.WouldPlace(model_);
     plan_.set_device(home.device().name());
     plan_.set_fits(RunAll(home));
     if (plan_.fits() && timed_) plan_.set_seconds(seconds_ + LoadSeconds());
@@ -339,6 +343,12 @@ class Planner {
     return !report.ok() || report->matched.count(component) != 0;
   }
 
+  // What patches add to a phase: a record of merged weights, or bytes beside the weights.
+  struct Overlay {
+    std::string record;
+    int64_t bytes = 0;
+  };
+
   bool RunPhase(const std::string& name, Executor& executor, int64_t slices, bool can_tile) {
     const Component& component = model_.component(name);
     const LockRequest request = model_.ComponentRequest(name);
@@ -364,38 +374,91 @@ class Planner {
     } else {
       timed_ = false;
     }
-    const int64_t overlay = OverlayBytes(component);
     const std::string what = absl::StrCat("working memory of ", name);
+    const Overlay overlay = OverlayOf(component, request.key);
+    if (!overlay.record.empty() && !ram_.Lock(overlay.record, "merged", overlay.bytes)) return false;
     if (it == devices_.end()) {
-      if (!ram_.Promise(working, what) || !ram_.Promise(overlay, "patches")) return false;
-      ram_.GiveBack(working + overlay);
-    } else {
-      int64_t ring = 0;
-      const ResidencyMode mode = core_.config.residency == "stream" ? ResidencyMode::kStream
-                                 : core_.config.residency == "full" ? ResidencyMode::kFull
-                                                                    : ResidencyMode::kAuto;
-      if (!it->second.Promise(working, what) ||
-          !it->second.Lock(key, component.name, DescribeBlocks(component), mode,
-                           static_cast<int32_t>(core_.config.ring_blocks), &phase, &ring) ||
-          !it->second.Promise(overlay, "patches")) {
-        return false;
-      }
-      it->second.GiveBack(working + ring + overlay);
-      it->second.Unlock(key);
+      const int64_t beside = overlay.record.empty() ? overlay.bytes : 0;
+      if (!ram_.Promise(beside, "patches") || !ram_.Promise(working, what)) return false;
+      ram_.GiveBack(working + beside);
+    } else if (!RunOnDevice(it->second, component, key, working, overlay, &phase)) {
+      return false;
     }
+    if (!overlay.record.empty()) ram_.Unlock(overlay.record);
     *plan_.add_phases() = std::move(phase);
     ram_.Unlock(key);
     return true;
   }
 
-  // What patches add beside the weights of a component, if they are for it; from the files' sizes.
-  int64_t OverlayBytes(const Component& component) const {
-    if (!component.patch_target || mode_ == PatchMode::kDirect) return 0;
-    int64_t bytes = 0;
-    for (const LoraChoice& lora : loras_) {
-      if (Reaches(lora, component.name)) bytes += lora.request.loader.estimated_bytes;
+  // As PhaseResources does it on a device with memory of its own: patches, working memory, weights.
+  bool RunOnDevice(ImaginedDevice& device, const Component& component, const std::string& key, int64_t working,
+                   const Overlay& overlay, v1::PlanResponse::Phase* phase) {
+    const ResidencyMode mode = core_.config.residency == "stream" ? ResidencyMode::kStream
+                               : core_.config.residency == "full" ? ResidencyMode::kFull
+                                                                  : ResidencyMode::kAuto;
+    const auto ring_slots = static_cast<int32_t>(core_.config.ring_blocks);
+    v1::PlanResponse::Phase unused;
+    int64_t ring = 0, none = 0;
+    std::vector<std::string> copies;
+    if (overlay.record.empty() && overlay.bytes > 0) {
+      for (const LoraChoice& lora : loras_) {
+        if (!Reaches(lora, component.name)) continue;
+        copies.push_back(lora.request.key.ToString());
+        const std::vector<ResourceBlock> whole = {{lora.request.loader.estimated_bytes, true}};
+        if (!device.Lock(copies.back(), "lora", whole, ResidencyMode::kFull, ring_slots, &unused, &none)) return false;
+      }
     }
-    return bytes;
+    const int64_t beside = overlay.record.empty() ? overlay.bytes : 0;
+    if (!device.Promise(beside, "patches") || !device.Promise(working, absl::StrCat("working memory of ", component.name)) ||
+        !device.Lock(key, component.name, DescribeBlocks(component), mode, ring_slots, phase, &ring)) {
+      return false;
+    }
+    if (!overlay.record.empty()) {
+      // Of merged weights, those are copied whose blocks are resident.
+      const double share = static_cast<double>(phase->resident_bytes()) / static_cast<double>(phase->full_bytes());
+      const auto resident = static_cast<int64_t>(share * static_cast<double>(overlay.bytes));
+      if (!device.Lock(overlay.record, "merged", {{resident, true}}, ResidencyMode::kFull, ring_slots, &unused, &none)) return false;
+      copies.push_back(overlay.record);
+    }
+    device.GiveBack(working + ring + beside);
+    for (const std::string& copy : copies) device.Unlock(copy);
+    device.Unlock(key);
+    return true;
+  }
+
+  // What patches take for a component. Exact for LoRAs that are in memory; from the files' sizes for others.
+  Overlay OverlayOf(const Component& component, const ModelKey& key) const {
+    Overlay overlay;
+    if (!component.patch_target) return overlay;
+    std::vector<PatchSpec> specs;
+    int64_t unread_bytes = 0;
+    for (const LoraChoice& lora : loras_) {
+      if (!Reaches(lora, component.name)) continue;
+      PatchSpec spec;
+      spec.name = lora.name;
+      spec.weight = lora.weight;
+      spec.handle = core_.cache->Peek(lora.request.key, "plan");
+      if (!spec.handle) {
+        unread_bytes += lora.request.loader.estimated_bytes;
+        continue;
+      }
+      spec.patch = std::static_pointer_cast<const ModelPatch>(spec.handle.resource());
+      specs.push_back(std::move(spec));
+    }
+    if (specs.empty() && unread_bytes == 0) return overlay;
+    const double bytes_per_number = BytesPerNumber(component);
+    const bool direct = mode_ == PatchMode::kDirect;
+    const bool all_read = unread_bytes == 0;
+    if (direct) {
+      overlay.record = all_read ? LayerPatcher::MergedKey(key, specs).ToString()
+                                : absl::StrCat(key.ToString(), " with patches");
+    }
+    const auto bytes = LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, *component.patch_target,
+                                                  std::move(specs), {.mode = mode_});
+    overlay.bytes = bytes.value_or(0);
+    // A file holds its matrices in half the type's width, as a rule; merged, they touch the whole component.
+    if (!all_read) overlay.bytes = direct ? component.files->tensor_bytes() : overlay.bytes + 2 * unread_bytes;
+    return overlay;
   }
 
   double LoadSeconds() const {

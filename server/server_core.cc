@@ -100,24 +100,31 @@ Executor& ServerCore::PlaceEncoder(const OpenModel& model, const std::string& co
   const std::set<std::string> holds = DevicesWith(*cache, {model.id, component});
   Executor* idle = nullptr;
   for (const auto& executor : executors) {
-    if (executor->load() > 0 || !executor->device().Check().ok()) continue;
+    if (!executor->idle() || !executor->device().Check().ok()) continue;
     if (executor->device().uses_host_memory() || holds.count(executor->device().name()) != 0) return *executor;
     if (idle == nullptr) idle = executor.get();
   }
   return idle == nullptr ? home : *idle;
 }
 
-Executor& ServerCore::Place(const OpenModel& model) {
+Executor& ServerCore::WouldPlace(const OpenModel& model) const {
   if (executors.size() == 1) return *executors[0];
   const std::set<std::string> holds = DevicesWith(*cache, {model.id, model.pipeline->denoiser_component()});
-  constexpr int kLost = 1 << 20;  // last of all, where the job learns what is wrong
+  constexpr int kLost = 1 << 20;
   auto cost = [&](const std::unique_ptr<Executor>& e) {
-    const bool there = e->device().uses_host_memory() || holds.count(e->device().name()) != 0;
-    const int lost = e->device().Check().ok() ? 0 : kLost;
-    return std::make_pair(e->load() + (there ? 0 : 1) + lost, there ? 0 : 1);
+    const int copy = e->device().uses_host_memory() || holds.count(e->device().name()) != 0 ? 0 : 1;
+    // A copy that has to be made weighs as much as a job that is in the way.
+    return std::make_pair(e->jobs() + copy + (e->device().Check().ok() ? 0 : kLost), copy);
   };
   return **std::min_element(executors.begin(), executors.end(),
                             [&](const auto& a, const auto& b) { return cost(a) < cost(b); });
+}
+
+Executor& ServerCore::Place(const OpenModel& model) {
+  MutexLock lock(&placing);
+  Executor& executor = WouldPlace(model);
+  executor.AddJob();
+  return executor;
 }
 
 absl::Status ServerCore::CheckAccepting() const {

@@ -18,6 +18,7 @@
 #include "server/measurements.h"
 #include "server/pin_board.h"
 #include "server/worker_pool.h"
+#include "cache/mutex.h"
 
 namespace latentd {
 
@@ -30,8 +31,11 @@ struct ServerCore {
   static absl::StatusOr<std::unique_ptr<ServerCore>> Create(const Config& config);
   ~ServerCore();
 
-  // The executor for a job on this model: one whose device holds the denoiser, else the least loaded.
+  // The executor for a job on this model: one whose device holds the denoiser, else the least loaded; lost
+  // devices come last. Place counts the job there (Executor::AddJob), in one step with the choice, so that jobs
+  // that come at once are spread.
   Executor& Place(const OpenModel& model);
+  Executor& WouldPlace(const OpenModel& model) const;
 
   // The executor for a text encoder of a job that denoises on `home`: an idle one, best one whose device has
   // the encoder; else `home`.
@@ -54,6 +58,7 @@ struct ServerCore {
   std::unique_ptr<PinBoard> pins;
   std::vector<std::unique_ptr<Executor>> executors;  // one per device, same order
   std::unique_ptr<WorkerPool> workers;
+  Mutex placing;  // held by Place
   std::unique_ptr<SessionRegistry> sessions;
 };
 
