@@ -518,6 +518,24 @@ TEST_F(TurnsTest, OnlyOneMovesARecordToADeviceAndTheOthersWaitAndUseIt) {
   ExpectBalanced();
 }
 
+TEST_F(TurnsTest, AWaitForATurnIsOverWhenTheMoveIsWhoeverRunsFirst) {
+  LockHandle a = MustLock("a", CopiedWhenTold(20));
+  for (int i = 0; i < 100; ++i) {
+    copying = allowed = 0;
+    cache.Offload(sim0, MemoryBudget::kUnlimited);
+    std::thread mover([&] {
+      DeviceLock d = MustLockOn(sim0, a, {.owner = "mover"});
+      EXPECT_FALSE(Waits("waiter"));  // though its thread may not have run yet
+    });
+    WaitUntil([&] { return copying == 1; });
+    std::thread waiter([&] { MustLockOn(sim0, a, {.owner = "waiter"}); });
+    WaitUntil([&] { return Waits("waiter"); });
+    allowed = 1;
+    mover.join();
+    waiter.join();
+  }
+}
+
 TEST_F(TurnsTest, WhenAMoveFailsTheNextOneTries) {
   LockHandle a = MustLock("a", CopiedWhenTold(20));
   fail = true;

@@ -26,8 +26,8 @@ namespace {
 
 constexpr char kFooter[] =
     R"(Exit codes: 0 done; 1 the server refused or the job failed (health: not serving;
-plan: does not fit); 2 wrong command line; 3 no server reached; 4 a local file could not be read or
-written, or received data is damaged; 130 interrupted.)";
+plan: does not fit); 2 wrong command line; 3 no server reached; 4 a local file could not
+be read or written, or received data is damaged; 130 interrupted.)";
 
 // CLI11 check: "30s", "10m".
 std::string CheckDuration(const std::string& text) {
@@ -104,9 +104,9 @@ int Main(int argc, char** argv) {
                        "The same, for a prompt that starts with a dash");
   AddJobFlags(*generate, arguments.job);
 
-  CLI::App* plan = app.add_subcommand("plan",
-                                      "Say what `generate` with the same options would do with memory, and "
-                                      "whether it fits; the exit code is 0 or 1");
+  CLI::App* plan = app.add_subcommand(
+      "plan",
+      "Ask what `generate` with these options would do with memory; the exit code is 0 when it fits, or 1");
   plan->add_option("prompt", arguments.prompt, "What to draw");
   plan->add_option("-p,--prompt", arguments.prompt_flag, "The same, for a prompt that starts with a dash");
   AddJobFlags(*plan, arguments.job);
@@ -144,10 +144,11 @@ int Main(int argc, char** argv) {
   cap->add_option("budget", arguments.cap_budget, "ram, or a device with memory of its own")->required();
   cap->add_option("size", arguments.cap, "Such as 8GiB")->required()->type_name("BYTES");
 
-  CLI::App* top =
-      app.add_subcommand("top",
-                         "Watch memory, sessions and jobs; q leaves. Of RAM and of devices, bars show what "
-                         "is in use (█), reserved (▓), free (░) and taken by other processes (x)");
+  CLI::App* top = app.add_subcommand("top", "Watch memory, sessions and jobs; q leaves");
+  top->footer(
+      "Bars show what is in use (█), reserved (▓), free (░) and taken by other processes (x). Sizes by use "
+      "are\n"
+      "those in use and reserved together, or \"in use+reserved\" where there is room.");
   CLI::Option* interval =
       top->add_option("--interval", arguments.interval,
                       "Seconds between two looks [1]; with --once or --json: take two, for the rates")

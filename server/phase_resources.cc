@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "server/server_core.h"
@@ -59,7 +60,15 @@ absl::Status PhaseResources::Adapt(const absl::Status& status) {
     }
   }
   const bool device_is_short = !promise_refused || budget->second == device.budget().name();
-  if (!streams_ && !device.uses_host_memory() && device_is_short && setup_.core->config.residency != "full") {
+  // What leaves no room for the least of weights is not helped by streaming them.
+  const auto number = [&](const char* name) {
+    const auto it = details.find(name);
+    int64_t value = 0;
+    return it != details.end() && absl::SimpleAtoi(it->second, &value) ? value : 0;
+  };
+  const bool beyond_the_cap = promise_refused && number("needed_bytes") > number("cap_bytes") &&
+                              number("needed_bytes") == working_bytes_;
+  if (!streams_ && !beyond_the_cap && !device.uses_host_memory() && device_is_short && setup_.core->config.residency != "full") {
     streams_ = true;
     Announce(v1::JobEvent::Adapted::MEASURE_STREAMED, status);
     return absl::OkStatus();
@@ -68,6 +77,7 @@ absl::Status PhaseResources::Adapt(const absl::Status& status) {
     const int64_t smaller = setup_.model->pipeline->SmallerTile(*setup_.params, options_.tile);
     if (smaller > 0) {
       options_.tile = smaller;
+      streams_ = false;  // with less to compute on, the weights may fit again
       Announce(v1::JobEvent::Adapted::MEASURE_TILED, status);
       return absl::OkStatus();
     }
@@ -140,12 +150,13 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
     return absl::OkStatus();
   };
   if (beside) RETURN_IF_ERROR(apply({}));
+  working_bytes_ = core.measurements->WorkingBytes(measurement_key_, estimate);
   const bool forced = core.config.residency == "stream" || streams_;
   ASSIGN_OR_RETURN(
       residency_,
       core.cache->LockOnDevice(handle_, *setup_.device,
                                {.owner = setup_.owner,
-                                .working_bytes = core.measurements->WorkingBytes(measurement_key_, estimate),
+                                .working_bytes = working_bytes_,
                                 .mode = forced                            ? ResidencyMode::kStream
                                         : core.config.residency == "full" ? ResidencyMode::kFull
                                                                           : ResidencyMode::kAuto,

@@ -88,6 +88,7 @@ class PhaseResources {
   PhaseOptions options_;
   bool evicted_ = false;
   bool streams_ = false;
+  int64_t working_bytes_ = 0;  // that were asked for last
   std::string measurement_key_;
   bool measures_ = false;
   v1::PhaseReport report_;

@@ -1,5 +1,6 @@
 #include "server/pin_board.h"
 
+#include <algorithm>
 #include <set>
 
 #include "absl/strings/match.h"
@@ -51,7 +52,7 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name, const s
     if (d->name() == device_name) device = d.get();
   }
   if (device == nullptr && !device_name.empty()) {
-    return FieldError("device", absl::StrCat("there is no '", device_name, "'; GetServerInfo lists the devices"));
+    return FieldError("device", absl::StrCat("there is no '", device_name, "'; GetServerInfo lists the devices, and none means host memory alone"));
   }
   ASSIGN_OR_RETURN(const std::vector<LockRequest> requests, Requests(*core_->catalog, name, components));
   const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
@@ -75,11 +76,18 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name, const s
                                                                     .deadline = deadline}));
     }
     fresh.handle = std::move(handle);
+    fresh.on = device_name;
     pins.push_back(std::move(fresh));
   }
-  if (pin) {
-    MutexLock lock(&mu_);
-    pins_[name].swap(pins);  // what was pinned before ends below
+  if (!pin) return loaded;
+  MutexLock lock(&mu_);
+  std::vector<Pin>& held = pins_[name];
+  for (Pin& fresh : pins) {
+    // Once is enough for each record and device; what is pinned already stays so.
+    const bool there = std::any_of(held.begin(), held.end(), [&](const Pin& old) {
+      return old.handle.key() == fresh.handle.key() && old.on == fresh.on;
+    });
+    if (!there) held.push_back(std::move(fresh));
   }
   return loaded;
 }

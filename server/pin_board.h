@@ -26,7 +26,8 @@ class PinBoard {
     int64_t bytes = 0;
     int loaded_records = 0;  // those that were not there
   };
-  // `components` empty: all. `device` empty: host memory alone. With `pin`, held until Unload. All or nothing.
+  // `components` empty: all. `device` empty: host memory alone. With `pin`, held until Unload, besides what
+  // is pinned already. All or nothing.
   // Errors: NOT_FOUND MODEL_NOT_FOUND for what is neither a model nor a LoRA; INVALID_ARGUMENT INVALID_FIELD;
   // those of ModelCache.
   absl::StatusOr<Loaded> Load(const std::string& name, const std::vector<std::string>& components,
@@ -43,6 +44,7 @@ class PinBoard {
   struct Pin {
     LockHandle handle;
     DeviceLock residency;
+    std::string on;  // the device that was asked for
   };
 
   ServerCore* const core_;

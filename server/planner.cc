@@ -71,6 +71,11 @@ class ImaginedCache {
       return;
     }
   }
+  int64_t Obtainable() const {
+    int64_t bytes = free_;
+    for (const Record& record : records_) bytes += record.locked ? 0 : record.bytes;
+    return bytes;
+  }
   // A record that came to be without a load.
   void Keep(const std::string& key, const std::string& kind, int64_t promised) {
     records_.push_back({key, kind, promised, true, true});
@@ -95,6 +100,7 @@ class ImaginedCache {
   }
 
   bool MakeRoom(int64_t bytes, const std::string& what) {
+    if (bytes > Obtainable()) return Refuse(bytes, what);
     for (auto it = records_.begin(); free_ < bytes && it != records_.end();) {
       if (it->locked) {
         ++it;
@@ -107,16 +113,19 @@ class ImaginedCache {
       free_ += it->bytes;
       it = records_.erase(it);
     }
-    if (free_ >= bytes) return true;
+    return true;
+  }
+
+  bool Refuse(int64_t bytes, const std::string& what) {
     const char* reason = bytes > cap_ ? "MODEL_EXCEEDS_BUDGET" : "BUDGET_EXHAUSTED";
     *plan_->mutable_reason() = ToRpcStatus(MakeError(
         bytes > cap_ ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kResourceExhausted, reason,
-        absl::StrCat(what, " needs ", bytes, " bytes of ram; ", std::max<int64_t>(free_, 0), " of ", cap_,
+        absl::StrCat(what, " needs ", bytes, " bytes of ram; ", std::max<int64_t>(Obtainable(), 0), " of ", cap_,
                      " bytes could be had"),
         {{"budget", "ram"},
          {"what", what},
          {"needed_bytes", absl::StrCat(bytes)},
-         {"held_bytes", absl::StrCat(cap_ - free_)},
+         {"held_bytes", absl::StrCat(cap_ - Obtainable())},
          {"cap_bytes", absl::StrCat(cap_)}}));
     return false;
   }
@@ -188,6 +197,11 @@ class ImaginedDevice {
     if (have == 0) copies_.push_back({key, kind, plan.resident_bytes, true});
     return true;
   }
+  int64_t Obtainable() const {
+    int64_t bytes = free_;
+    for (const Copy& copy : copies_) bytes += copy.locked ? 0 : copy.bytes;
+    return std::max<int64_t>(0, bytes);
+  }
   void Unlock(const std::string& key) {
     for (Copy& copy : copies_) {
       if (copy.key == key) copy.locked = false;
@@ -201,11 +215,6 @@ class ImaginedDevice {
     bool locked;
   };
 
-  int64_t Obtainable() const {
-    int64_t bytes = free_;
-    for (const Copy& copy : copies_) bytes += copy.locked ? 0 : copy.bytes;
-    return std::max<int64_t>(0, bytes);
-  }
   void MakeRoom(int64_t bytes) {
     while (free_ < bytes) {
       auto smallest = copies_.end();
@@ -358,14 +367,25 @@ class Planner {
     PhaseOptions options;
     if (can_tile && tiling_ == v1::VAE_TILING_ALWAYS) options.tile = model_.pipeline->SmallerTile(params_, 0);
     if (!ram_.Lock(key, component.name, request.loader.estimated_bytes)) return false;
+    if (can_tile && (tiling_ == v1::VAE_TILING_ALWAYS || tiling_ == v1::VAE_TILING_WHEN_NEEDED)) {
+      const auto slots = static_cast<int32_t>(core_.config.ring_blocks);
+      const int64_t room = it == devices_.end()
+                               ? ram_.Obtainable()
+                               : it->second.Obtainable() - PlanResidency(DescribeBlocks(component), 0, slots).bytes();
+      while (WorkingBytes(component, options, device) > room) {
+        const int64_t smaller = model_.pipeline->SmallerTile(params_, options.tile);
+        if (smaller == 0) break;
+        options.tile = smaller;
+      }
+    }
 
     v1::PlanResponse::Phase phase;
     phase.set_component(name);
     phase.set_device(device.name());
     const std::string measurement = MeasurementKey(model_, component, params_, options, device);
     const auto measured = core_.measurements->Find(measurement);
-    const int64_t working = core_.measurements->WorkingBytes(
-        measurement, model_.pipeline->WorkingBytes(name, params_, options));
+    const int64_t working = WorkingBytes(component, options, device);
+    phase.set_tiled(options.tile != 0);
     phase.set_working_bytes(working);
     phase.set_working_measured(measured && measured->working_bytes > 0);
     if (measured) {
@@ -388,6 +408,11 @@ class Planner {
     *plan_.add_phases() = std::move(phase);
     ram_.Unlock(key);
     return true;
+  }
+
+  int64_t WorkingBytes(const Component& component, const PhaseOptions& options, const Device& device) const {
+    return core_.measurements->WorkingBytes(MeasurementKey(model_, component, params_, options, device),
+                                            model_.pipeline->WorkingBytes(component.name, params_, options));
   }
 
   // As PhaseResources does it on a device with memory of its own: patches, working memory, weights.

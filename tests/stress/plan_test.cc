@@ -124,6 +124,32 @@ TEST(Plan, SaysWhatIsEvictedAndStreamed) {
   EXPECT_GT(server.stats().devices.at("sim:0").streamed_locks, 0);
 }
 
+TEST(Plan, KnowsOfTiles) {
+  v1::GenerateParams job = SmallJob();
+  job.set_width(128);
+  job.set_height(128);
+  int64_t decode = 0;
+  {
+    InProcessServer large(InProcessServer::DefaultConfig({"cpu"}));
+    const Outcome whole = large.Generate(job);
+    ASSERT_TRUE(whole.status.ok()) << whole.status;
+    decode = whole.done.phases(whole.done.phases_size() - 1).working_bytes();
+  }
+  InProcessServer server(InProcessServer::DefaultConfig({absl::StrCat("sim:0=", decode)}));
+  EXPECT_FALSE(PlanJob(server.core(), RequestFor(job, {}))->fits());
+  job.set_vae_tiling(v1::VAE_TILING_WHEN_NEEDED);
+  const auto plan = PlanJob(server.core(), RequestFor(job, {}));
+  ASSERT_TRUE(plan->fits()) << plan->reason().message();
+  const auto& planned = plan->phases(plan->phases_size() - 1);
+  EXPECT_TRUE(planned.tiled());
+  const Outcome outcome = server.Generate(job);
+  ASSERT_TRUE(outcome.status.ok()) << outcome.status;
+  const v1::PhaseReport& real = outcome.done.phases(outcome.done.phases_size() - 1);
+  EXPECT_TRUE(real.tiled());
+  EXPECT_EQ(real.working_bytes(), planned.working_bytes());
+  EXPECT_EQ(real.resident_bytes(), real.full_bytes()) << "streaming does not help where activations are too large";
+}
+
 TEST(Plan, SaysWhyAJobDoesNotFit) {
   Config config = InProcessServer::DefaultConfig({"cpu"});
   config.ram_cap = 4 << 20;
@@ -131,6 +157,7 @@ TEST(Plan, SaysWhyAJobDoesNotFit) {
   const auto plan = PlanJob(server.core(), RequestFor(SmallJob(), {}));
   ASSERT_TRUE(plan.ok()) << plan.status();
   EXPECT_FALSE(plan->fits());
+  EXPECT_EQ(plan->evictions_size(), 0);
   const absl::Status reason = FromRpcStatus(plan->reason());
   const Outcome outcome = server.Generate(SmallJob());
   EXPECT_FALSE(outcome.status.ok());
