@@ -460,7 +460,8 @@ TEST_F(ModelCacheTest, WhoeverWaitedForALoadHoldsItsRecordFromTheMomentAtWhichIt
       for (int i = 0; i < rounds; ++i) {
         LockHandle h = MustLock("a", 40, owner);
         const CacheStats stats = cache.Stats();
-        if (stats.records.size() != 1 || ::testing::Value(stats.records[0].holders, Not(Contains(owner)))) ++lost;
+        if (stats.records.size() != 1 || ::testing::Value(stats.records[0].holders, Not(Contains(owner))))
+          ++lost;
         h.Release();
         cache.Trim(MemoryBudget::kUnlimited);
       }

@@ -186,6 +186,7 @@ class Daemon:
             budget = stats.ram_budget
             ok = (not locked and not sessions and budget.reserved_bytes == 0
                   and budget.in_use_bytes == sum(r.bytes for r in stats.records)
+                  and stats.unaccounted_bytes == 0 and stats.leaving_bytes == 0
                   and all(d.reserved_bytes == 0 for d in stats.devices))
             if ok:
                 return
