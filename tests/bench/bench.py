@@ -137,6 +137,35 @@ class Benchmarks:
         self.lora_steps("69-M model", "middle", folder, inputs, MIDDLE_SIDE, MIDDLE_STEPS, rounds=4)
         self.bench("close", "middle")
 
+    def streaming(self, folder: Path, inputs: Path) -> None:
+        """Blocks come over a bus on which a pass's copies take 0.8 of the time of its computing."""
+        self.bench("open", "resident", folder, inputs)
+        self.bench("open", "streamed", folder, inputs)
+        self.bench("to-device", "resident", "resident", 0)
+
+        def steps(key: str) -> list[float]:
+            self.bench("begin", key, MIDDLE_SIDE, MIDDLE_STEPS)
+            return self.bench("step", key, MIDDLE_STEPS)["wall"][1:]
+
+        steps("resident")
+        compute = statistics.median(steps("resident") + steps("resident")) / 1000
+        copied = self.bench("to-device", "streamed", "streamed", 1e15)["bytes"]
+        bandwidth = copied / (0.8 * compute)
+        self.bench("to-device", "streamed", "streamed", bandwidth)
+        times = {"resident": [], "streamed": []}
+        for _ in range(7):
+            for key, ms in times.items():
+                ms += steps(key)
+        same = self.bench("latents", "streamed") == self.bench("latents", "resident")
+        if not same:
+            raise RuntimeError("streamed and resident runs differ")
+        progress(f"  {copied / MB:.0f} MiB per pass at {bandwidth / MB:.0f} MiB/s, copies take "
+                 f"{copied / bandwidth * 1000:.0f} ms of {compute * 1000:.0f} ms")
+        self.table.compare("step, 69-M model, all blocks streamed with a ring of 2, copies 0.8 of computing, against "
+                           "resident (wall)", times["streamed"], times["resident"], 1.15)
+        for key in times:
+            self.bench("close", key)
+
     # --- LoRAs ---------------------------------------------------------------
 
     def lora_switches(self, name: str, key: str, reference: Diffusers, files: list[Path], rounds: int,
@@ -208,16 +237,16 @@ class Benchmarks:
             self.table.add(Row(f"load of {gb:.2g} GB, {what}, until every byte was looked at, against a plain read "
                                f"({way})", f"{gb / min(ours) * 1000:.2f} GB/s", f"{gb / min(plain) * 1000:.2f} GB/s",
                                min(plain) / min(ours), sorted(plain)[len(plain) // 2] / sorted(ours)[len(ours) // 2],
-                               0.8, at_least=True))
+                               0.9, at_least=True))
 
     def memory(self, folders: dict[str, Path]) -> None:
         for what, folder in folders.items():
             weights = sum(f.stat().st_size for f in folder.rglob("*.safetensors"))
             memory = peak_memory(self.bin, folder.parent, folder.name)
-            allowed = 1.1 * weights + 400 * MB
+            allowed = 1.05 * weights + 300 * MB
             progress(f"  {what}: {({k: round(v / MB) for k, v in memory.items()})} MiB")
             self.table.add(Row(f"peak RSS of the daemon after a job, {weights / MB:.0f} MiB of weights, {what}, "
-                               "against 1.1 × weights + 400 MiB", f"{memory['VmHWM'] / MB:.0f} MiB",
+                               "against 1.05 × weights + 300 MiB", f"{memory['VmHWM'] / MB:.0f} MiB",
                                f"{allowed / MB:.0f} MiB", memory["VmHWM"] / allowed, None, 1.0))
 
     def overhead(self) -> None:
@@ -280,6 +309,7 @@ def main() -> int:
             progress(f"== 69-M model ({count / 1e6:.1f} M)")
             models.write_inputs(work / "middle-inputs.safetensors", folder, MIDDLE_SIDE, MIDDLE_TOKENS)
             benchmarks.middle_steps(folder, work / "middle-inputs.safetensors")
+            benchmarks.streaming(folder, work / "middle-inputs.safetensors")
             benchmarks.memory({"bf16": work / "middle-bf16"})
             shutil.rmtree(folder)
             shutil.rmtree(work / "middle-bf16")

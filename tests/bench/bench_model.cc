@@ -110,4 +110,27 @@ void BenchModel::DropLora() {
   session_.Release();
 }
 
+int64_t BenchModel::MoveToDevice(bool stream, double bandwidth) {
+  DropLora();
+  const std::string& name = pipeline_->denoiser_component();
+  const WeightSet& host = *weights_.at(name);
+  const std::vector<ResourceBlock> blocks = host.device_blocks();
+  const ResidencyPlan plan = PlanResidency(blocks, stream ? 0 : MemoryBudget::kUnlimited, 2);
+  views_.erase(name);
+  stream_ = nullptr;
+  on_sim_ = nullptr;
+  sim_ = std::make_unique<SimDevice>(
+      SimDevice::Options{.memory_bytes = MemoryBudget::kUnlimited, .bandwidth = stream ? bandwidth : 0});
+  on_sim_ = OrDie(host.CopyTo(*sim_, plan.resident, nullptr, {}));
+  int64_t streamed = 0;
+  for (size_t i = 0; i < blocks.size(); ++i) streamed += plan.resident[i] ? 0 : blocks[i].bytes;
+  if (plan.streams()) {
+    auto source = [&host](Slot slot) -> const at::Tensor& { return host[slot].data; };
+    stream_ = OrDie(WeightStream::Create(host, source, plan, *sim_));
+  }
+  views_[name] = std::make_unique<WeightView>(static_cast<const WeightSet&>(*on_sim_), nullptr, at::kFloat,
+                                              stream_.get());
+  return streamed;
+}
+
 }  // namespace latentd::bench

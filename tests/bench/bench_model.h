@@ -22,6 +22,7 @@
 #include "absl/status/statusor.h"
 #include "cache/device.h"
 #include "cache/model_cache.h"
+#include "cache/weight_stream.h"
 #include "families/family.h"
 #include "patcher/layer_patcher.h"
 #include "patcher/overlay.h"
@@ -86,6 +87,10 @@ class BenchModel {
   Elapsed SwitchLora(const std::string& file, PatchMode mode);
   void DropLora();
 
+  // Moves the denoiser to a pretended device whose copies have that bandwidth (bytes per second): all of it, or
+  // streamed through a ring of two blocks. Returns the bytes that each pass copies. Ends a LoRA.
+  int64_t MoveToDevice(bool stream, double bandwidth);
+
  private:
   LockRequest RequestFor(const std::string& file);
 
@@ -99,6 +104,9 @@ class BenchModel {
   // Declared so that what borrows goes first.
   LockHandle session_;
   std::map<std::string, std::shared_ptr<const Overlay>> overlays_;
+  std::unique_ptr<SimDevice> sim_;
+  std::shared_ptr<const Resource> on_sim_;
+  std::unique_ptr<WeightStream> stream_;
   std::map<std::string, std::unique_ptr<WeightView>> views_;
   std::unique_ptr<Denoiser> denoiser_;
 };

@@ -12,6 +12,7 @@
 //   latents KEY                       → {"latents": [...]}
 //   lora KEY MODE COUNT FILE…         takes one file after the other, COUNT times → the same, one per change
 //   no-lora KEY
+//   to-device KEY resident|streamed BANDWIDTH   → {"bytes": that each pass copies}; see BenchModel::MoveToDevice
 //   close KEY
 //   load FOLDER                       → {"load": ms, "mmap": ms, "pread": ms, "bytes": n}
 //   noop ADDRESS STEPS                → {"ms": of the whole call}
@@ -92,6 +93,10 @@ class Commands {
         times.push_back(model.SwitchLora(words.at(4 + static_cast<size_t>(i) % files), Mode(words.at(2))));
       }
       return ToJson(times);
+    } else if (what == "to-device") {
+      double bandwidth = 0;
+      if (!absl::SimpleAtod(words.at(3), &bandwidth)) OrDie<int>(absl::InvalidArgumentError("no number"));
+      return absl::StrCat("{\"bytes\": ", model.MoveToDevice(words.at(2) == "streamed", bandwidth), "}");
     } else if (what == "no-lora") {
       model.DropLora();
     } else if (what == "close") {
