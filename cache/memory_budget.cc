@@ -145,10 +145,11 @@ void MemoryBudget::AskForeign() {
   foreign_ = bytes;
 }
 
-bool MemoryBudget::Stuck(const Reclaimer::Held& held) const {
+bool MemoryBudget::Stuck(const Reclaimer::Held& held, const WaitRegistry::Entry& entry) const {
   if (waiters_.front() <= Obtainable(held)) return false;
-  return std::all_of(held.owners.begin(), held.owners.end(), [&](const auto& o) { return waits_->Waits(o); }) &&
-         std::all_of(promised_.begin(), promised_.end(), [&](const auto& p) { return waits_->Waits(p.first); });
+  std::set<std::string> owners = held.owners;
+  for (const auto& [owner, bytes] : promised_) owners.insert(owner);
+  return entry.NewestWhileAllWait(owners);
 }
 
 absl::Status MemoryBudget::Refusal(absl::StatusCode code, const char* reason, const Request& request,
@@ -256,7 +257,7 @@ absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
     }
     if (epoch_ != seen) continue;
     const int64_t in_the_way = held.bytes + reserved_;
-    if (entry.newest() && Stuck(held)) {
+    if (Stuck(held, entry)) {
       const bool others_hold = std::any_of(held.owners.begin(), held.owners.end(),
                                            [&](const std::string& o) { return o != request.owner; });
       if (!others_hold) {

@@ -204,8 +204,9 @@ class MemoryBudget {
   void AskForeign();
   Reservation Take(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // True when the first waiter cannot be served and everybody who holds bytes is waiting too, so that no wait
-  // can end by itself.
-  bool Stuck(const Reclaimer::Held& held) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // can end by itself; and `entry` is the newest of all, which is to be refused.
+  bool Stuck(const Reclaimer::Held& held, const WaitRegistry::Entry& entry) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status Refusal(absl::StatusCode code, const char* reason, const Request& request, int64_t held,
                        const std::string& why) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 

@@ -356,6 +356,7 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
 
   std::shared_ptr<Loading> loading;
   Loading::Waiter me{options.owner};
+  std::optional<WaitRegistry::Entry> entry;  // ends after the mutex is let go
   bool mine = false;
   {
     MutexLock lock(&mu_);
@@ -373,7 +374,13 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
     }
     loading = it->second;
     ++loading->wanted;
-    if (!mine) loading->waiters.push_back(&me);
+    if (!mine) {
+      // What this owner holds meanwhile is in the way of the load, should that wait for memory.
+      entry.emplace(ram_->waits(), options.owner, absl::StrCat("the load of ", key.ToString()),
+                    /*refusable=*/false);
+      loading->waiters.push_back(&me);
+      loading->waiting.Add(&*entry);
+    }
   }
   int listener = -1;
   if (options.progress) {
@@ -400,15 +407,7 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
   absl::StatusOr<LockHandle> result = absl::CancelledError();
   bool again = false;
   {
-    // What this owner holds meanwhile is in the way of the load, should that wait for memory.
-    WaitRegistry::Entry entry(ram_->waits(), options.owner, absl::StrCat("the load of ", key.ToString()),
-                              /*refusable=*/false);
     MutexLock lock(&mu_);
-    if (loading->done) {
-      entry.Over();
-    } else {
-      loading->waiting.Add(&entry);
-    }
     while (!loading->done) {
       if (options.stop.stop_requested()) {
         result = MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while waiting for a load");
@@ -420,7 +419,7 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
         break;
       }
     }
-    loading->waiting.Remove(&entry);
+    loading->waiting.Remove(&*entry);
     std::erase(loading->waiters, &me);
     --loading->wanted;
     if (loading->done) {
@@ -435,6 +434,7 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
     }
   }
   stop_listening();
+  entry.reset();
   if (again) return LockWith(key, loader, options, promised);
   return result;
 }

@@ -90,11 +90,9 @@ absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const
       return absl::OkStatus();
     }
     if (!entry) {
-      mu_.Unlock();
-      entry.emplace(ram_->waits(), options.owner, absl::StrCat("the move of ", record->key.ToString(), " to ", device.name()),
+      entry.emplace(ram_->waits(), options.owner,
+                    absl::StrCat("the move of ", record->key.ToString(), " to ", device.name()),
                     /*refusable=*/false);
-      mu_.Lock();
-      continue;
     }
     there.waiting.Add(&*entry);
     const bool late = changed_.WaitWithDeadline(&mu_, options.deadline);

@@ -14,6 +14,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -43,8 +44,11 @@ class WaitRegistry {
     // Wakes nobody.
     void Over() { registry_->Leave(id_); }
 
-    // True when no refusable wait began after this one.
-    bool newest() const { return registry_->Newest(id_); }
+    // True when all of `owners` wait, and no refusable wait began after this one: both at one moment, for one
+    // who begins to wait between two looks would be seen by the second alone.
+    bool NewestWhileAllWait(const std::set<std::string>& owners) const {
+      return registry_->NewestWhileAllWait(id_, owners);
+    }
 
    private:
     const std::shared_ptr<WaitRegistry> registry_;
@@ -53,7 +57,7 @@ class WaitRegistry {
 
   bool Waits(const std::string& owner) const {
     MutexLock lock(&mu_);
-    return std::any_of(waits_.begin(), waits_.end(), [&](const auto& w) { return w.second.owner == owner; });
+    return WaitsLocked(owner);
   }
 
   // "session-1 waits for …", oldest first; for error messages.
@@ -96,12 +100,16 @@ class WaitRegistry {
     MutexLock lock(&mu_);
     waits_.erase(id);
   }
-  bool Newest(uint64_t id) const {
+  bool WaitsLocked(const std::string& owner) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return std::any_of(waits_.begin(), waits_.end(), [&](const auto& w) { return w.second.owner == owner; });
+  }
+  bool NewestWhileAllWait(uint64_t id, const std::set<std::string>& owners) const {
     MutexLock lock(&mu_);
-    for (auto it = waits_.rbegin(); it != waits_.rend(); ++it) {
-      if (it->second.refusable) return it->first == id;
+    for (auto it = waits_.upper_bound(id); it != waits_.end(); ++it) {
+      if (it->second.refusable) return false;
     }
-    return true;
+    return std::all_of(owners.begin(), owners.end(),
+                       [&](const std::string& o) ABSL_SHARED_LOCKS_REQUIRED(mu_) { return WaitsLocked(o); });
   }
   void WakeAll() {
     std::vector<std::shared_ptr<std::function<void()>>> wakes;

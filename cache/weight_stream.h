@@ -1,8 +1,11 @@
-// Brings the weights that are not resident to a device while it computes: a ring of buffers on the device, into
-// which the next blocks are copied while the block before them is used.
+// Brings the weights that are not resident to a device while it computes: a ring of bytes on the device, into
+// which the tensors of the blocks ahead are copied as far as there is room, while the current block is used.
 //
-//   compute   | block 0 | block 1 | block 2 | block 3 | …
-//   copies    | 1       | 2       | 3       | 4       |        (a ring of two)
+//   ring   | ····· | current block | next block | the one after, in p|
+//                    ▲ freed when the next block is asked for          ▲ copies go on here
+//
+// The ring is as large as a few of the largest blocks, so it holds more of the smaller ones: copies go on at the
+// speed of the bus, whatever the sizes of blocks, as long as they take less time than computing on the whole.
 //
 // Blocks are expected in the order of the layout, over and over; any other order works, and waits for its
 // copies. Bytes and alignment are those of a resident copy, so results are the same to the last bit.
@@ -13,6 +16,7 @@
 #define LATENTD_CACHE_WEIGHT_STREAM_H_
 
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -58,32 +62,40 @@ class WeightStream {
   const at::Tensor& Get(Slot slot);
 
  private:
-  struct Member {  // one tensor of a block
-    Slot slot;
-    int64_t offset;
-  };
   struct Block {
-    int32_t index;
-    std::vector<Member> members;
+    int32_t index;            // of the layout
+    std::vector<Slot> slots;  // its tensors
+    int64_t first = 0;        // its first one in order_
+  };
+  // A tensor in the ring.
+  struct Piece {
+    Slot slot;
+    int64_t offset = 0, bytes = 0;
+    uint64_t copy = 0;
   };
 
   WeightStream(const WeightSet& host, Source source, Device& device)
       : host_(host), source_(std::move(source)), device_(device) {}
-  absl::Status Begin(uint64_t position);
+  int64_t BytesOf(Slot slot) const { return PaddedBytes(static_cast<int64_t>(host_[slot].data.nbytes())); }
+  // Where the next piece of that size goes; −1 while there is no room.
+  int64_t Place(int64_t bytes) const;
+  // Begins copies as far as there is room.
+  absl::Status Fill();
   absl::Status MoveTo(size_t block);
-  size_t BlockAt(uint64_t position) const { return static_cast<size_t>(position % blocks_.size()); }
 
   const WeightSet& host_;
   const Source source_;
   Device& device_;
-  std::vector<Block> blocks_;           // those that stream, in order of use
-  std::vector<int32_t> position_of_;    // by device block: its place in blocks_, or −1
-  std::vector<std::shared_ptr<void>> ring_;
+  std::vector<Block> blocks_;         // those that stream, in order of use
+  std::vector<Slot> order_;           // the tensors of all of them
+  std::vector<int32_t> position_of_;  // by device block: its place in blocks_, or −1
+  std::shared_ptr<void> ring_;
+  int64_t ring_bytes_ = 0;
 
-  // Positions count blocks over all rounds: block p mod n, in the ring's buffer p mod slots.
-  uint64_t current_ = 0;                // of tensors_
-  uint64_t begun_ = 0;                  // copies of positions below this are begun
-  std::vector<uint64_t> copies_;        // by ring slot: the number of the copy that fills it
+  // Both count tensors over all rounds: number n is order_[n mod size].
+  int64_t oldest_ = 0, next_ = 0;
+  std::deque<Piece> pieces_;            // those from oldest_ up to next_, in ring order
+  size_t current_ = 0;                  // the block of tensors_
   std::vector<at::Tensor> tensors_;     // of the current block, by slot of the layout; empty before the first
   std::unique_ptr<CopyStream> stream_;  // last, so that it ends first: it may still write to the ring
 };
