@@ -11,8 +11,10 @@ import argparse
 import gc
 import json
 import os
+import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -228,6 +230,14 @@ class Benchmarks:
 
     # --- files and memory ----------------------------------------------------
 
+    def locks(self) -> None:
+        """Locks of resident records; lock_bench prints name and figure, a line each."""
+        output = subprocess.run([self.program.with_name("lock_bench")], capture_output=True, text=True, check=False).stdout
+        for name, value, unit, limit in re.findall(r"^(.+?)\s{2,}([\d.]+) (\S+) \(limit (\d+)\)", output, re.M):
+            value, limit = float(value), float(limit)
+            self.table.add(Row(f"cache: {name}", f"{value:.0f} {unit}", f"{limit:.0f} {unit}", value / limit, None, 1.0,
+                               at_least=unit == "locks/s"))
+
     def loads(self, aligned: Path, shifted: Path) -> None:
         for what, folder in (("tensors at multiples of 16 bytes", aligned), ("tensors at 8 modulo 16", shifted)):
             times = [self.bench("load", folder) for _ in range(9)][1:]
@@ -276,7 +286,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=Path, default=ROOT / "build/release")
     parser.add_argument("--work", type=Path, default=ROOT / "build/bench", help="emptied, filled, removed at the end")
-    parser.add_argument("--only", nargs="*", choices=["overhead", "demo", "middle", "files"])
+    parser.add_argument("--only", nargs="*", choices=["locks", "overhead", "demo", "middle", "files"])
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -287,10 +297,12 @@ def main() -> int:
     work = args.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    wanted = args.only or ["overhead", "demo", "middle", "files"]
+    wanted = args.only or ["locks", "overhead", "demo", "middle", "files"]
     benchmarks = Benchmarks(args.build.resolve(), work)
     demo = DEMO / "models/shapes-flux"
     try:
+        if "locks" in wanted:
+            benchmarks.locks()
         if "overhead" in wanted:
             progress("== overhead")
             benchmarks.overhead()

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 deploy/bootstrap.sh >&2
-deploy/build.sh release latentd latentctl latentd_bench >&2
+deploy/build.sh release latentd latentctl latentd_bench lock_bench >&2
 # One thread, and none that spins while it waits: both sides are measured on the same terms.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 exec "${LATENTD_VENV:-.venv}/bin/python" tests/bench/bench.py "$@"
