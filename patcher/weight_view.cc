@@ -9,6 +9,12 @@ namespace latentd {
 WeightView::WeightView(const WeightSet& base, const Overlay* overlay, at::ScalarType compute, WeightStream* stream)
     : base_(base), overlay_(overlay), compute_(compute), stream_(stream) {
   const auto& decls = base.layout().tensors();
+  for (size_t i = 0; i < decls.size(); ++i) {
+    const at::Tensor& resident = base[Slot{static_cast<int32_t>(i)}].data;
+    if (!resident.defined()) continue;
+    device_ = resident.device();
+    break;
+  }
   vectors_.resize(decls.size());
   for (size_t i = 0; i < decls.size(); ++i) {
     if (decls[i].shape.size() != 1) continue;

@@ -29,6 +29,10 @@ class WeightView {
 
   at::ScalarType compute_type() const { return compute_; }
 
+  // Where the base's weights are, and so what is computed with them: `x` of Linear, and all that network code
+  // makes itself, must be there. Host memory for a base without any.
+  at::Device device() const { return device_; }
+
   // The tensor in the compute type, aligned. Vectors are converted once per view, larger ones at each call.
   // REQUIRES: slot is not empty.
   at::Tensor operator()(Slot slot) const;
@@ -36,8 +40,8 @@ class WeightView {
   // The tensor as stored, merged where the overlay says so; for look-ups that convert what they took.
   const at::Tensor& Stored(Slot slot) const;
 
-  // y = x·Wᵀ + b, plus what the overlay computes beside it. x: [..., in], in the compute type. `bias` may be
-  // an empty Slot. The result is in the compute type.
+  // y = x·Wᵀ + b, plus what the overlay computes beside it. x: [..., in], in the compute type, on device().
+  // `bias` may be an empty Slot. The result is in the compute type.
   at::Tensor Linear(Slot weight, Slot bias, const at::Tensor& x) const;
 
  private:
@@ -50,6 +54,7 @@ class WeightView {
   const WeightSet& base_;
   const Overlay* overlay_;
   at::ScalarType compute_;
+  at::Device device_ = at::kCPU;
   WeightStream* const stream_;
   std::vector<at::Tensor> vectors_;  // by slot: vectors in the compute type, else undefined
   mutable at::Tensor scratch_;       // a weight on its way from storage to compute type

@@ -69,8 +69,8 @@ const std::vector<ConfigKey>& Table() {
        false,
        {"auto", "direct", "sidecar"}},
       {"ram_cap", &Config::ram_cap,
-       "Host memory for weights and work; auto: half of the RAM less 2 GiB, at least 4 GiB, at most three "
-       "quarters.",
+       "Host memory for weights and work; auto: half of the RAM less 2 GiB, at most what the GPUs hold (32 GiB "
+       "without one), at least 4 GiB.",
        Unit::kBytes, kMiB, kAnySize, true},
       {"memory_wait_timeout", &Config::memory_wait_timeout,
        "How long a job waits for others to free memory."},

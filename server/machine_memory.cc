@@ -59,9 +59,15 @@ absl::StatusOr<int64_t> MachineRamBytes(const std::string& root) {
   }
 }
 
-int64_t DefaultRamCap(int64_t machine_ram_bytes) {
-  const int64_t wanted = std::max(machine_ram_bytes / 2 - 2 * kGiB, 4 * kGiB);
-  return std::min(wanted, machine_ram_bytes / 4 * 3);
+RamCap DefaultRamCap(int64_t machine_ram_bytes, const std::vector<int64_t>& gpu_bytes) {
+  RamCap cap{machine_ram_bytes / 2 - 2 * kGiB, "half of the RAM less 2 GiB"};
+  int64_t most = 0;
+  for (int64_t gpu : gpu_bytes) most += std::max<int64_t>(0, gpu - 3 * kGiB);
+  if (gpu_bytes.empty()) most = 32 * kGiB;
+  if (cap.bytes > most) cap = {most, gpu_bytes.empty() ? "32 GiB without a GPU" : "what the GPUs hold"};
+  if (cap.bytes < 4 * kGiB) cap = {4 * kGiB, "4 GiB at least"};
+  if (cap.bytes > machine_ram_bytes / 4 * 3) cap = {machine_ram_bytes / 4 * 3, "three quarters of the RAM at most"};
+  return cap;
 }
 
 }  // namespace latentd

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 
@@ -14,9 +15,16 @@ namespace latentd {
 // stands for "/" in tests. Errors: INTERNAL NO_MEMORY_INFO.
 absl::StatusOr<int64_t> MachineRamBytes(const std::string& root = "/");
 
-// The RAM cap of `ram_cap = "auto"`: half of the RAM less 2 GiB, at least 4 GiB, at most three quarters of
-// the RAM, so that on a small machine the budget refuses before the kernel kills.
-int64_t DefaultRamCap(int64_t machine_ram_bytes);
+struct RamCap {
+  int64_t bytes = 0;
+  std::string rule;  // which rule won, for the log
+};
+
+// The RAM cap of `ram_cap = "auto"`: half of the RAM less 2 GiB. Not more than what GPUs can hold besides 3 GiB
+// of work each, since weights pass through RAM on their way there; without a GPU, not more than 32 GiB. At least
+// 4 GiB; and at most three quarters of the RAM, so that on a small machine the budget refuses before the kernel
+// kills.
+RamCap DefaultRamCap(int64_t machine_ram_bytes, const std::vector<int64_t>& gpu_bytes);
 
 }  // namespace latentd
 

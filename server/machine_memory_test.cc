@@ -57,11 +57,25 @@ TEST_F(MachineMemoryTest, WithoutMeminfoItSaysSo) {
   EXPECT_EQ(MachineRamBytes(root_).status().code(), absl::StatusCode::kInternal);
 }
 
-TEST(DefaultRamCap, IsHalfOfTheRamLessTwoGiB) { EXPECT_EQ(DefaultRamCap(64 * kGiB), 30 * kGiB); }
-
-TEST(DefaultRamCap, IsAtLeastFourGiB) { EXPECT_EQ(DefaultRamCap(8 * kGiB), 4 * kGiB); }
-
-TEST(DefaultRamCap, LeavesAQuarterOfASmallMachineAlone) { EXPECT_EQ(DefaultRamCap(2 * kGiB), 3 * kGiB / 2); }
+TEST(DefaultRamCap, FollowsTheMachineAndItsGpus) {
+  const struct {
+    int64_t ram;
+    std::vector<int64_t> gpus;
+    int64_t cap;
+    const char* rule;
+  } rows[] = {
+      {64, {}, 30, "half"},          {128, {}, 32, "32 GiB without"}, {8, {}, 4, "at least"},
+      {64, {24}, 21, "GPUs hold"},   {64, {24, 24}, 30, "half"},      {512, {80, 80}, 154, "GPUs hold"},
+      {64, {2}, 4, "at least"},      {16, {24}, 6, "half"},           {5, {24}, 3, "three quarters"},
+  };
+  for (const auto& row : rows) {
+    std::vector<int64_t> gpus;
+    for (int64_t gpu : row.gpus) gpus.push_back(gpu * kGiB);
+    const RamCap cap = DefaultRamCap(row.ram * kGiB, gpus);
+    EXPECT_EQ(cap.bytes / kGiB, row.cap) << row.ram;
+    EXPECT_THAT(cap.rule, ::testing::HasSubstr(row.rule)) << row.ram;
+  }
+}
 
 }  // namespace
 }  // namespace latentd

@@ -10,6 +10,7 @@
 #include "cache/error.h"
 #include "server/machine_memory.h"
 #include "server/session_scope.h"
+#include "spdlog/spdlog.h"
 
 namespace latentd {
 
@@ -31,12 +32,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& con
   core->config = config;
   core->instance = RandomId();
   core->start_time = absl::Now();
-  int64_t cap = config.ram_cap;
-  if (cap == 0) {
-    ASSIGN_OR_RETURN(const int64_t machine, MachineRamBytes());
-    cap = DefaultRamCap(machine);
-  }
-  core->ram = std::make_unique<RamBudget>(cap);
+  core->ram = std::make_unique<RamBudget>(config.ram_cap == 0 ? MemoryBudget::kUnlimited : config.ram_cap);
   std::vector<Device*> devices;
   for (const std::string& spec : config.devices) {
     ASSIGN_OR_RETURN(std::unique_ptr<Device> device, MakeDevice(spec, core->ram.get()));
@@ -49,6 +45,16 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& con
     core->devices.push_back(std::move(device));
   }
   if (devices.empty()) return absl::InvalidArgumentError("no device is configured");
+  if (config.ram_cap == 0) {
+    ASSIGN_OR_RETURN(const int64_t machine, MachineRamBytes());
+    std::vector<int64_t> gpus;
+    for (Device* device : devices) {
+      if (device->kind() == DeviceKind::kCuda) gpus.push_back(device->budget().stats().cap_bytes);
+    }
+    const RamCap cap = DefaultRamCap(machine, gpus);
+    core->ram->set_cap(cap.bytes);
+    spdlog::info("ram_cap={} of {}: {}", cap.bytes, machine, cap.rule);
+  }
   core->cache = std::make_unique<ModelCache>(core->ram.get(), devices);
   core->catalog = std::make_unique<Catalog>(config.model_roots, config.lora_roots);
   core->measurements = std::make_unique<Measurements>(StateFolder(config));
