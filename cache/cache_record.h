@@ -25,9 +25,9 @@ struct LeavingBytes {
 struct Accounted {
   Reservation memory;
   std::shared_ptr<const Resource> resource;
-  std::shared_ptr<const void> base;        // an earlier copy, whose tensors this one took over
-  std::shared_ptr<LeavingBytes> leaving;   // of a record; null for a copy on a device
-  bool left = false;                       // guarded by leaving->mu: counted there
+  std::shared_ptr<const void> base;       // an earlier copy, whose tensors this one took over
+  std::shared_ptr<LeavingBytes> leaving;  // of a record; null for a copy on a device
+  bool left = false;                      // guarded by leaving->mu: counted there
 
   ~Accounted() {
     resource = nullptr;  // the memory is free before its promise is given back

@@ -54,12 +54,12 @@ struct Eviction {
 
 struct DeviceStats {
   MemoryBudget::Stats budget;
-  int64_t allocated_bytes = 0;   // as measured by the device
-  int64_t residency_bytes = 0;   // of all records there
-  int64_t copies = 0;            // records copied to it, whole or in part
+  int64_t allocated_bytes = 0;  // as measured by the device
+  int64_t residency_bytes = 0;  // of all records there
+  int64_t copies = 0;           // records copied to it, whole or in part
   int64_t copied_bytes = 0;
-  int64_t offloads = 0;          // copies that went to make room
-  int64_t streamed_locks = 0;    // locks that got only a part, and stream the rest
+  int64_t offloads = 0;        // copies that went to make room
+  int64_t streamed_locks = 0;  // locks that got only a part, and stream the rest
 };
 
 struct CacheStats {

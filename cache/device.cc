@@ -23,7 +23,8 @@ namespace latentd {
 namespace {
 
 std::shared_ptr<void> AlignedHostMemory(int64_t bytes) {
-  void* p = std::aligned_alloc(kDeviceAlignment, static_cast<size_t>(std::max(PaddedBytes(bytes), PaddedBytes(1))));
+  void* p =
+      std::aligned_alloc(kDeviceAlignment, static_cast<size_t>(std::max(PaddedBytes(bytes), PaddedBytes(1))));
   if (p == nullptr) return nullptr;
   return std::shared_ptr<void>(p, std::free);
 }
@@ -49,10 +50,11 @@ std::shared_ptr<void> Counted(std::shared_ptr<void> memory, int64_t bytes,
   bytes = PaddedBytes(bytes);
   *count += bytes;
   void* p = memory.get();
-  return std::shared_ptr<void>(p, [memory = std::move(memory), count = std::move(count), bytes](void*) mutable {
-    memory.reset();
-    *count -= bytes;
-  });
+  return std::shared_ptr<void>(p,
+                               [memory = std::move(memory), count = std::move(count), bytes](void*) mutable {
+                                 memory.reset();
+                                 *count -= bytes;
+                               });
 }
 
 // Copies when it is asked to: for devices that compute where the copy would run.
@@ -78,9 +80,12 @@ class DirectCopies : public CopyStream {
 
 absl::string_view DeviceKindName(DeviceKind kind) {
   switch (kind) {
-    case DeviceKind::kCpu: return "cpu";
-    case DeviceKind::kSim: return "sim";
-    case DeviceKind::kCuda: return "cuda";
+    case DeviceKind::kCpu:
+      return "cpu";
+    case DeviceKind::kSim:
+      return "sim";
+    case DeviceKind::kCuda:
+      return "cuda";
   }
   return "";
 }
@@ -116,7 +121,8 @@ struct SimDevice::State {
   std::atomic<int64_t> lose_after{0};
   std::atomic<bool> lost{false};
   Mutex bus_mu;
-  absl::Time bus_free ABSL_GUARDED_BY(bus_mu) = absl::InfinitePast();  // when the last copy's bytes are through
+  absl::Time bus_free ABSL_GUARDED_BY(bus_mu) =
+      absl::InfinitePast();  // when the last copy's bytes are through
 
   absl::Status CheckLost() const {
     if (!lost) return absl::OkStatus();
@@ -236,7 +242,9 @@ absl::StatusOr<std::shared_ptr<void>> SimDevice::Allocate(int64_t bytes) {
   return Counted(std::move(memory), bytes, state_->allocated);
 }
 
-absl::Status SimDevice::CopyIn(void* to, const void* from, int64_t bytes) { return state_->Copy(to, from, bytes); }
+absl::Status SimDevice::CopyIn(void* to, const void* from, int64_t bytes) {
+  return state_->Copy(to, from, bytes);
+}
 
 absl::StatusOr<std::unique_ptr<CopyStream>> SimDevice::NewCopyStream() {
   RETURN_IF_ERROR(state_->CheckLost());
@@ -257,17 +265,19 @@ void SimDevice::SetForeignBytes(int64_t bytes) {
 
 absl::StatusOr<int64_t> ParseBytes(absl::string_view text) {
   size_t digits = 0;
-  while (digits < text.size() && (std::isdigit(static_cast<unsigned char>(text[digits])) || text[digits] == '.')) {
+  while (digits < text.size() &&
+         (std::isdigit(static_cast<unsigned char>(text[digits])) || text[digits] == '.')) {
     ++digits;
   }
   double number = 0;
   if (digits == 0 || !absl::SimpleAtod(text.substr(0, digits), &number)) {
-    return absl::InvalidArgumentError(absl::StrCat("'", text, "' is no size; write 8GiB, 512MB or a number of bytes"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", text, "' is no size; write 8GiB, 512MB or a number of bytes"));
   }
   absl::string_view unit = absl::StripAsciiWhitespace(text.substr(digits));
   static const std::pair<absl::string_view, double> kUnits[] = {
-      {"", 1},       {"B", 1},        {"KiB", 1024.0},       {"MiB", 1048576.0}, {"GiB", 1073741824.0},
-      {"KB", 1e3},   {"MB", 1e6},     {"GB", 1e9},           {"TiB", 1099511627776.0}, {"TB", 1e12}};
+      {"", 1},     {"B", 1},    {"KiB", 1024.0}, {"MiB", 1048576.0},       {"GiB", 1073741824.0},
+      {"KB", 1e3}, {"MB", 1e6}, {"GB", 1e9},     {"TiB", 1099511627776.0}, {"TB", 1e12}};
   for (const auto& [name, factor] : kUnits) {
     if (absl::EqualsIgnoreCase(unit, name)) {
       const double bytes = number * factor;
@@ -275,7 +285,8 @@ absl::StatusOr<int64_t> ParseBytes(absl::string_view text) {
       return static_cast<int64_t>(std::llround(bytes));
     }
   }
-  return absl::InvalidArgumentError(absl::StrCat("unknown unit in '", text, "'; use KiB, MiB, GiB, KB, MB or GB"));
+  return absl::InvalidArgumentError(
+      absl::StrCat("unknown unit in '", text, "'; use KiB, MiB, GiB, KB, MB or GB"));
 }
 
 namespace {
@@ -290,12 +301,15 @@ absl::Status BadSpec(absl::string_view spec, absl::string_view why) {
 absl::StatusOr<SimDevice::Options> ParseSim(absl::string_view spec, absl::string_view rest) {
   SimDevice::Options options;
   const std::vector<absl::string_view> parts = absl::StrSplit(rest, ',');
-  const std::pair<absl::string_view, absl::string_view> first = absl::StrSplit(parts[0], absl::MaxSplits('=', 1));
-  if (!absl::SimpleAtoi(first.first, &options.index) || options.index < 0) return BadSpec(spec, "has no number");
+  const std::pair<absl::string_view, absl::string_view> first =
+      absl::StrSplit(parts[0], absl::MaxSplits('=', 1));
+  if (!absl::SimpleAtoi(first.first, &options.index) || options.index < 0)
+    return BadSpec(spec, "has no number");
   if (first.second.empty()) return BadSpec(spec, "has no size");
   ASSIGN_OR_RETURN(options.memory_bytes, ParseBytes(first.second));
   for (size_t i = 1; i < parts.size(); ++i) {
-    const std::pair<absl::string_view, absl::string_view> option = absl::StrSplit(parts[i], absl::MaxSplits('=', 1));
+    const std::pair<absl::string_view, absl::string_view> option =
+        absl::StrSplit(parts[i], absl::MaxSplits('=', 1));
     if (option.first == "bandwidth") {
       ASSIGN_OR_RETURN(const int64_t bandwidth, ParseBytes(option.second));
       options.bandwidth = static_cast<double>(bandwidth);
@@ -324,7 +338,8 @@ absl::StatusOr<std::unique_ptr<Device>> MakeDevice(absl::string_view spec, RamBu
   }
   if (spec == "cuda") return MakeCudaDevice(0, 0, ram);
   if (absl::ConsumePrefix(&rest, "cuda:")) {
-    const std::pair<absl::string_view, absl::string_view> parts = absl::StrSplit(rest, absl::MaxSplits('=', 1));
+    const std::pair<absl::string_view, absl::string_view> parts =
+        absl::StrSplit(rest, absl::MaxSplits('=', 1));
     int index = 0;
     int64_t cap = 0;
     if (!absl::SimpleAtoi(parts.first, &index) || index < 0) return BadSpec(spec, "has no number");

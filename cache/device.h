@@ -121,7 +121,8 @@ class SimDevice : public Device {
     int index = 0;
     int64_t memory_bytes = 0;
     double bandwidth = 0;  // of copies, bytes per second; 0: as fast as the machine copies
-    // Counted from the start: the n-th allocation / copy fails once; the device is lost at the n-th of either.
+    // Counted from the start: the n-th allocation / copy fails once; the device is lost at the n-th of
+    // either.
     int64_t fail_allocation = 0;
     int64_t fail_copy = 0;
     int64_t lose_after = 0;

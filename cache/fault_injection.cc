@@ -21,9 +21,12 @@ absl::Status Failure(FaultPoint point, absl::string_view what) {
       return MakeError(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", message);
     case FaultPoint::kAllocate:
       return MakeError(absl::StatusCode::kResourceExhausted, "DEVICE_OUT_OF_MEMORY", message);
-    case FaultPoint::kCopy: return MakeError(absl::StatusCode::kInternal, "COPY_FAILED", message);
-    case FaultPoint::kOpen: return MakeError(absl::StatusCode::kNotFound, "FILE_NOT_FOUND", message);
-    case FaultPoint::kRead: return MakeError(absl::StatusCode::kDataLoss, "FILE_TRUNCATED", message);
+    case FaultPoint::kCopy:
+      return MakeError(absl::StatusCode::kInternal, "COPY_FAILED", message);
+    case FaultPoint::kOpen:
+      return MakeError(absl::StatusCode::kNotFound, "FILE_NOT_FOUND", message);
+    case FaultPoint::kRead:
+      return MakeError(absl::StatusCode::kDataLoss, "FILE_TRUNCATED", message);
   }
   return absl::InternalError(message);
 }

@@ -70,8 +70,8 @@ class DeviceLock {
   explicit operator bool() const { return device_ != nullptr; }
   Device& device() const { return *device_; }
 
-  // The record as it is on the device: all of it, or what `plan` says is resident. For a device that uses host
-  // memory, the host's own.
+  // The record as it is on the device: all of it, or what `plan` says is resident. For a device that uses
+  // host memory, the host's own.
   const std::shared_ptr<const Resource>& resource() const { return resource_; }
   template <typename T>
   const T& As() const {

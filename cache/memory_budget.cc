@@ -1,5 +1,5 @@
-// Invariant: in_use_ + reserved_ equals the bytes of all live Reservations, and so does the sum of uses_. Only
-// Take, Give and Commit move them; Split and ShrinkTo go through them.
+// Invariant: in_use_ + reserved_ equals the bytes of all live Reservations, and so does the sum of uses_.
+// Only Take, Give and Commit move them; Split and ShrinkTo go through them.
 #include "cache/memory_budget.h"
 
 #include <algorithm>
@@ -13,13 +13,20 @@ namespace latentd {
 
 absl::string_view MemoryUseName(MemoryUse use) {
   switch (use) {
-    case MemoryUse::kWeights: return "weights";
-    case MemoryUse::kPatches: return "patches";
-    case MemoryUse::kMerged: return "merged";
-    case MemoryUse::kConditioning: return "conditioning";
-    case MemoryUse::kStaging: return "staging";
-    case MemoryUse::kWorking: return "working";
-    case MemoryUse::kImages: return "images";
+    case MemoryUse::kWeights:
+      return "weights";
+    case MemoryUse::kPatches:
+      return "patches";
+    case MemoryUse::kMerged:
+      return "merged";
+    case MemoryUse::kConditioning:
+      return "conditioning";
+    case MemoryUse::kStaging:
+      return "staging";
+    case MemoryUse::kWorking:
+      return "working";
+    case MemoryUse::kImages:
+      return "images";
   }
   return "";
 }
@@ -160,11 +167,12 @@ absl::Status MemoryBudget::Refusal(absl::StatusCode code, const char* reason, co
                           {"held_bytes", absl::StrCat(held)},
                           {"cap_bytes", absl::StrCat(cap_)}};
   if (foreign_ > 0) details["foreign_bytes"] = absl::StrCat(foreign_);
-  return MakeError(code, reason,
-                   absl::StrCat(request.what, " needs ", request.bytes, " bytes of ", name_, "; ", held, " of ",
-                                cap_, " bytes are held by running work",
-                                foreign_ > 0 ? absl::StrCat(" and ", foreign_, " by other processes") : "", ": ", why),
-                   details);
+  return MakeError(
+      code, reason,
+      absl::StrCat(request.what, " needs ", request.bytes, " bytes of ", name_, "; ", held, " of ", cap_,
+                   " bytes are held by running work",
+                   foreign_ > 0 ? absl::StrCat(" and ", foreign_, " by other processes") : "", ": ", why),
+      details);
 }
 
 absl::StatusOr<Reservation> MemoryBudget::TryReserve(const Request& request) {
@@ -176,7 +184,8 @@ absl::StatusOr<Reservation> MemoryBudget::TryReserve(const Request& request) {
     {
       MutexLock lock(&mu_);
       if (request.bytes > cap_) {
-        return Refusal(absl::StatusCode::kFailedPrecondition, "MODEL_EXCEEDS_BUDGET", request, 0, "it can never fit");
+        return Refusal(absl::StatusCode::kFailedPrecondition, "MODEL_EXCEEDS_BUDGET", request, 0,
+                       "it can never fit");
       }
       if (TakesAtOnce(request)) return Take(request);
       if (!more || !waiters_.empty()) {
@@ -210,7 +219,8 @@ absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
     if (TakesAtOnce(request)) return Take(request);
   }
   // Both are declared before the lock is taken: their ends need mutexes.
-  WaitRegistry::Entry entry(waits_, request.owner, absl::StrCat(request.what, " in ", name_), /*refusable=*/true);
+  WaitRegistry::Entry entry(waits_, request.owner, absl::StrCat(request.what, " in ", name_),
+                            /*refusable=*/true);
   std::stop_callback wake(request.stop, [this] { Wake(); });
 
   MutexLock lock(&mu_);
@@ -223,12 +233,12 @@ absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
     ++epoch_;  // the next one may be first now
     changed_.SignalAll();
   };
-  auto refuse = [&](absl::StatusCode code, const char* reason, int64_t held,
-                    const std::string& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    leave();
-    ++refused_;
-    return Refusal(code, reason, request, held, why);
-  };
+  auto refuse = [&](absl::StatusCode code, const char* reason, int64_t held, const std::string& why)
+                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+                      leave();
+                      ++refused_;
+                      return Refusal(code, reason, request, held, why);
+                    };
 
   while (true) {
     const uint64_t seen = epoch_;
@@ -276,8 +286,9 @@ absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
       ++waits_ever_;
     }
     // What others do with the memory is not announced: it is asked for now and then.
-    const absl::Time look_again =
-        foreign_bytes_of_ ? std::min(request.deadline, absl::Now() + absl::Milliseconds(200)) : request.deadline;
+    const absl::Time look_again = foreign_bytes_of_
+                                      ? std::min(request.deadline, absl::Now() + absl::Milliseconds(200))
+                                      : request.deadline;
     const bool late = changed_.WaitWithDeadline(&mu_, look_again);
     if (late && epoch_ == seen && absl::Now() >= request.deadline) {
       return refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", in_the_way,

@@ -36,9 +36,9 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "cache/mutex.h"
 #include "cache/wait_registry.h"
-#include "absl/time/time.h"
 
 namespace latentd {
 
@@ -135,10 +135,10 @@ class MemoryBudget {
     int64_t foreign_bytes = 0;  // taken by others than this process, as far as known; lowers what there is
     int64_t in_use_bytes = 0;
     int64_t reserved_bytes = 0;
-    int64_t peak_bytes = 0;  // high-water mark of in use + reserved
-    int64_t waiting = 0;     // requests that wait for room, now
-    int64_t waits = 0;       // requests that had to wait, ever
-    int64_t refused = 0;     // requests that were refused, ever
+    int64_t peak_bytes = 0;             // high-water mark of in use + reserved
+    int64_t waiting = 0;                // requests that wait for room, now
+    int64_t waits = 0;                  // requests that had to wait, ever
+    int64_t refused = 0;                // requests that were refused, ever
     std::array<Use, kMemoryUses> uses;  // by MemoryUse; they add up to the two sums above
 
     const Use& use(MemoryUse u) const { return uses[static_cast<size_t>(u)]; }
@@ -233,7 +233,7 @@ class MemoryBudget {
   int64_t waits_ever_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t refused_ ABSL_GUARDED_BY(mu_) = 0;
   std::array<Use, kMemoryUses> uses_ ABSL_GUARDED_BY(mu_);
-  uint64_t epoch_ ABSL_GUARDED_BY(mu_) = 0;  // moves whenever a waiter may have become able to go on
+  uint64_t epoch_ ABSL_GUARDED_BY(mu_) = 0;          // moves whenever a waiter may have become able to go on
   std::list<int64_t> waiters_ ABSL_GUARDED_BY(mu_);  // bytes they wait for, oldest first
   std::map<std::string, int64_t> promised_ ABSL_GUARDED_BY(mu_);  // uncommitted bytes by owner
 };

@@ -17,10 +17,14 @@ namespace latentd {
 
 absl::string_view EvictReasonName(EvictReason reason) {
   switch (reason) {
-    case EvictReason::kRoom: return "room";
-    case EvictReason::kTrim: return "trim";
-    case EvictReason::kDrop: return "drop";
-    case EvictReason::kKeepAlive: return "keep_alive";
+    case EvictReason::kRoom:
+      return "room";
+    case EvictReason::kTrim:
+      return "trim";
+    case EvictReason::kDrop:
+      return "drop";
+    case EvictReason::kKeepAlive:
+      return "keep_alive";
   }
   return "";
 }
@@ -41,7 +45,7 @@ struct ModelCache::Loading {
   // Guarded by mu_. They get their locks together with the one who loads, and not when they get to run: until
   // then the record could be evicted.
   std::vector<Waiter*> waiters;
-  Waiting waiting;  // guarded by mu_
+  Waiting waiting;                                                 // guarded by mu_
   std::map<int, std::function<void(int64_t, int64_t)>> listeners;  // guarded by listeners_mu
   Mutex listeners_mu;
   int next_listener = 0;
@@ -52,7 +56,8 @@ namespace {
 constexpr size_t kRecentEvictions = 64;
 
 // Loaders do not throw. Should one all the same, those who wait for it must hear of it.
-absl::StatusOr<std::shared_ptr<const Resource>> LoadWithoutThrowing(const Loader& loader, const LoadContext& context) {
+absl::StatusOr<std::shared_ptr<const Resource>> LoadWithoutThrowing(const Loader& loader,
+                                                                    const LoadContext& context) {
   try {
     return loader.load(context);
   } catch (const std::bad_alloc&) {
@@ -71,8 +76,9 @@ absl::StatusOr<std::shared_ptr<const Resource>> LoadWithoutThrowing(const Loader
 }
 
 bool MadeFrom(const std::vector<std::string>& sources, const ModelKey& pattern) {
-  return std::any_of(sources.begin(), sources.end(),
-                     [&](const std::string& id) { return pattern.Covers({id, ""}); });
+  return std::any_of(sources.begin(), sources.end(), [&](const std::string& id) {
+    return pattern.Covers({id, ""});
+  });
 }
 
 absl::Status ShuttingDown() {
@@ -212,7 +218,9 @@ int64_t ModelCache::EvictUnlocked(int64_t bytes, EvictReason reason) {
   return freed;
 }
 
-int64_t ModelCache::Reclaim(int64_t bytes) { return bytes <= 0 ? 0 : EvictUnlocked(bytes, EvictReason::kRoom); }
+int64_t ModelCache::Reclaim(int64_t bytes) {
+  return bytes <= 0 ? 0 : EvictUnlocked(bytes, EvictReason::kRoom);
+}
 
 int64_t ModelCache::Trim(int64_t bytes) { return EvictUnlocked(bytes, EvictReason::kTrim); }
 
@@ -319,8 +327,9 @@ absl::StatusOr<LockHandle> ModelCache::Insert(const ModelKey& key, const std::st
                                               double seconds, const std::string& owner,
                                               std::vector<std::string> sources) {
   if (resource->bytes() > memory.bytes()) {
-    return MakeError(absl::StatusCode::kInternal, "ESTIMATE_TOO_LOW",
-                     absl::StrCat(key.ToString(), " is ", resource->bytes(), " bytes, promised ", memory.bytes()));
+    return MakeError(
+        absl::StatusCode::kInternal, "ESTIMATE_TOO_LOW",
+        absl::StrCat(key.ToString(), " is ", resource->bytes(), " bytes, promised ", memory.bytes()));
   }
   memory.ShrinkTo(resource->bytes());
   const MemoryUse use = memory.use();
@@ -471,7 +480,8 @@ absl::StatusOr<LockHandle> ModelCache::Load(const ModelKey& key, const Loader& l
                                     " bytes, promised ", memory.bytes()));
     }
     memory.ShrinkTo(resource->bytes());
-    RecordPtr record = NewRecord(key, loader.kind, loader.use, std::move(resource), std::move(memory), seconds);
+    RecordPtr record =
+        NewRecord(key, loader.kind, loader.use, std::move(resource), std::move(memory), seconds);
     record->sources = loader.sources;
     return record;
   };
@@ -524,9 +534,9 @@ absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const Loc
   }
   if (missing.empty()) return handles;
 
-  std::string what = missing.size() == 1
-                         ? absl::StrCat(requests[missing[0]].loader.kind, " ", requests[missing[0]].key.ToString())
-                         : absl::StrCat("a set of ", missing.size(), " records");
+  std::string what = missing.size() == 1 ? absl::StrCat(requests[missing[0]].loader.kind, " ",
+                                                        requests[missing[0]].key.ToString())
+                                         : absl::StrCat("a set of ", missing.size(), " records");
   ASSIGN_OR_RETURN(Reservation promised, ram_->Reserve({.bytes = missing_bytes,
                                                         .use = requests[missing[0]].loader.use,
                                                         .owner = options.owner,
@@ -569,10 +579,11 @@ CacheStats ModelCache::Stats() const {
   CacheStats stats = counters_;
   std::vector<std::pair<GreedyDual::Worth, RecordStats>> sorted;
   std::vector<RecordStats> stale;
-  ForEachRecord([&](const RecordPtr& record, bool is_stale) {
+  ForEachRecord([&](const RecordPtr& record, bool is_stale) ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     RecordStats r = Describe(*record, is_stale);
     stats.record_bytes += r.bytes;
-    for (const ResidencyStats& there : r.residency) stats.devices[there.device].residency_bytes += there.bytes;
+    for (const ResidencyStats& there : r.residency)
+      stats.devices[there.device].residency_bytes += there.bytes;
     if (is_stale) {
       stale.push_back(std::move(r));
     } else {

@@ -81,7 +81,7 @@ struct Loader {
   std::string kind;             // "transformer", "lora", …; shown in statistics
   int64_t estimated_bytes = 0;  // upper bound of the resource's bytes(); reserved before `load` runs
   std::function<absl::StatusOr<std::shared_ptr<const Resource>>(const LoadContext&)> load = {};
-  MemoryUse use = MemoryUse::kWeights;  // one of those that records are made of
+  MemoryUse use = MemoryUse::kWeights;    // one of those that records are made of
   std::vector<std::string> sources = {};  // ids of what it was made from: dropping one of them drops it too
 };
 
@@ -107,7 +107,7 @@ struct DeviceLockOptions {
   std::string owner = {};
   int64_t working_bytes = 0;  // activations of the work that the lock is for
   ResidencyMode mode = ResidencyMode::kAuto;
-  int32_t ring_slots = 2;  // blocks in the ring of what is streamed
+  int32_t ring_slots = 2;         // blocks in the ring of what is streamed
   std::vector<bool> blocks = {};  // when not empty: these (and what stays) instead of `mode`, and no ring
   absl::Time deadline = absl::InfiniteFuture();
   std::stop_token stop = {};
@@ -141,8 +141,9 @@ class ModelCache : public Reclaimer {
   // one is locked instead. `memory` is its promise, of at least its bytes; `seconds` is what it cost. Never
   // blocks. Errors: UNAVAILABLE SHUTTING_DOWN; INTERNAL ESTIMATE_TOO_LOW.
   absl::StatusOr<LockHandle> Insert(const ModelKey& key, const std::string& kind,
-                                    std::shared_ptr<const Resource> resource, Reservation memory, double seconds,
-                                    const std::string& owner, std::vector<std::string> sources = {});
+                                    std::shared_ptr<const Resource> resource, Reservation memory,
+                                    double seconds, const std::string& owner,
+                                    std::vector<std::string> sources = {});
 
   // Makes the handle's record usable on `device`, as `options.mode` says. Errors: those of Reserve on the
   // device's budget and of Device; UNAVAILABLE SHUTTING_DOWN.
@@ -219,7 +220,8 @@ class ModelCache : public Reclaimer {
 
   // Devices, in model_cache_devices.cc.
   absl::Status TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options);
-  absl::Status MoveIn(const RecordPtr& record, Device& device, const DeviceLockOptions& options, DeviceLock& lock);
+  absl::Status MoveIn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
+                      DeviceLock& lock);
   void UnlockDevice(const RecordPtr& record, Device* device, const std::string& owner);
   int64_t ReclaimDevice(Device* device, int64_t bytes);
   Held HeldOnDevice(Device* device) const;

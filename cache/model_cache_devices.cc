@@ -33,7 +33,10 @@ class ModelCache::DeviceReclaimer : public Reclaimer {
 };
 
 ModelCache::ModelCache(RamBudget* ram, std::vector<Device*> devices, Clock clock)
-    : ram_(ram), devices_(std::move(devices)), clock_(std::move(clock)), leaving_(std::make_shared<LeavingBytes>()) {
+    : ram_(ram),
+      devices_(std::move(devices)),
+      clock_(std::move(clock)),
+      leaving_(std::make_shared<LeavingBytes>()) {
   ram_->set_reclaimer(this);
   for (Device* device : devices_) {
     if (device->uses_host_memory()) continue;
@@ -82,7 +85,8 @@ absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const
   std::optional<WaitRegistry::Entry> entry;  // ends after the mutex is let go
   MutexLock lock(&mu_);
   while (true) {
-    if (shutting_down_) return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
+    if (shutting_down_)
+      return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
     Residency& there = record->residency[&device];
     if (!there.moving_in) {
       there.moving_in = true;
@@ -99,11 +103,13 @@ absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const
     // That work is over, and who waits for somebody else's next waits anew.
     if (!record->residency[&device].waiting.Remove(&*entry)) entry.reset();
     if (options.stop.stop_requested()) {
-      return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while weights moved to a device");
+      return MakeError(absl::StatusCode::kCancelled, "CANCELLED",
+                       "cancelled while weights moved to a device");
     }
     if (late && record->residency[&device].moving_in) {
-      return MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
-                       absl::StrCat("deadline passed while ", record->key.ToString(), " moved to ", device.name()));
+      return MakeError(
+          absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
+          absl::StrCat("deadline passed while ", record->key.ToString(), " moved to ", device.name()));
     }
   }
 }
@@ -112,8 +118,12 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
                                 DeviceLock& lock) {
   MemoryBudget& budget = device.budget();
   auto request = [&](int64_t bytes, MemoryUse use, const std::string& what) {
-    return MemoryBudget::Request{.bytes = bytes, .use = use, .owner = options.owner, .what = what,
-                                 .deadline = options.deadline, .stop = options.stop};
+    return MemoryBudget::Request{.bytes = bytes,
+                                 .use = use,
+                                 .owner = options.owner,
+                                 .what = what,
+                                 .deadline = options.deadline,
+                                 .stop = options.stop};
   };
   const std::string what = absl::StrCat(record->kind, " ", record->key.ToString());
   const std::vector<ResourceBlock> blocks = record->resource->device_blocks();
@@ -121,8 +131,8 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
 
   // Working memory first: without it nothing can run, and weights can be streamed.
   if (options.working_bytes > 0) {
-    const auto working = request(options.working_bytes, MemoryUse::kWorking,
-                                 absl::StrCat("working memory of ", record->kind));
+    const auto working =
+        request(options.working_bytes, MemoryUse::kWorking, absl::StrCat("working memory of ", record->kind));
     auto promised = budget.TryReserve(working);
     if (!promised.ok()) {
       // This record's own copy may be in the way; it can come again, whole or in part.
@@ -235,7 +245,8 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
 
   if (have == nullptr || plan.resident != resident) {
     auto accounted = std::make_shared<Accounted>();
-    ASSIGN_OR_RETURN(accounted->resource, record->resource->CopyTo(device, plan.resident, have.get(), options.stop));
+    ASSIGN_OR_RETURN(accounted->resource,
+                     record->resource->CopyTo(device, plan.resident, have.get(), options.stop));
     const int64_t copied = memory.bytes();
     memory.Commit();
     accounted->memory = std::move(memory);
@@ -271,14 +282,16 @@ absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, De
 
   if (device.uses_host_memory()) {
     if (options.working_bytes > 0) {
-      ASSIGN_OR_RETURN(result.working_, device.budget().Reserve({.bytes = options.working_bytes,
-                                                                 .use = MemoryUse::kWorking,
-                                                                 .owner = options.owner,
-                                                                 .what = absl::StrCat("working memory of ", record->kind),
-                                                                 .deadline = options.deadline,
-                                                                 .stop = options.stop}));
+      ASSIGN_OR_RETURN(result.working_,
+                       device.budget().Reserve({.bytes = options.working_bytes,
+                                                .use = MemoryUse::kWorking,
+                                                .owner = options.owner,
+                                                .what = absl::StrCat("working memory of ", record->kind),
+                                                .deadline = options.deadline,
+                                                .stop = options.stop}));
     }
-    result.plan_ = PlanResidency(record->resource->device_blocks(), MemoryBudget::kUnlimited, options.ring_slots);
+    result.plan_ =
+        PlanResidency(record->resource->device_blocks(), MemoryBudget::kUnlimited, options.ring_slots);
     result.resource_ = record->resource;
     result.device_ = &device;
     return result;

@@ -13,8 +13,8 @@ namespace latentd {
 struct ResidencyPlan {
   std::vector<bool> resident;  // by block
   int64_t resident_bytes = 0;
-  int32_t ring_slots = 0;   // buffers for the other blocks; 0 when there are none
-  int64_t slot_bytes = 0;   // of each: the largest block that streams
+  int32_t ring_slots = 0;  // buffers for the other blocks; 0 when there are none
+  int64_t slot_bytes = 0;  // of each: the largest block that streams
   int64_t ring_bytes() const { return ring_slots * slot_bytes; }
   int64_t bytes() const { return resident_bytes + ring_bytes(); }
   bool streams() const { return ring_slots > 0; }

@@ -16,7 +16,8 @@ bool MovesWithItsBlock(const at::Tensor& tensor) { return tensor.dim() >= 2; }
 
 }  // namespace
 
-WeightSet::WeightSet(std::shared_ptr<const ComponentLayout> layout, std::vector<Weight> weights, Checker checker)
+WeightSet::WeightSet(std::shared_ptr<const ComponentLayout> layout, std::vector<Weight> weights,
+                     Checker checker)
     : layout_(std::move(layout)), weights_(std::move(weights)), checker_(std::move(checker)) {
   // Tied tensors move with what stays, when their blocks differ.
   const auto always = static_cast<int32_t>(layout_->blocks().size());
@@ -61,8 +62,9 @@ at::Tensor TensorOn(Device& device, std::shared_ptr<void> memory, int64_t offset
   const at::Device place = device.kind() == DeviceKind::kCuda
                                ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device.index()))
                                : at::Device(at::kCPU);
-  return at::from_blob(data, sizes, [memory = std::move(memory)](void*) mutable { memory.reset(); },
-                       at::TensorOptions().dtype(type).device(place), place);
+  return at::from_blob(
+      data, sizes, [memory = std::move(memory)](void*) mutable { memory.reset(); },
+      at::TensorOptions().dtype(type).device(place), place);
 }
 
 absl::StatusOr<at::Tensor> CopyTensorTo(const at::Tensor& tensor, Device& device) {
@@ -73,7 +75,8 @@ absl::StatusOr<at::Tensor> CopyTensorTo(const at::Tensor& tensor, Device& device
   return TensorOn(device, std::move(memory), 0, from.sizes(), from.scalar_type());
 }
 
-absl::StatusOr<std::shared_ptr<const Resource>> WeightSet::CopyTo(Device& device, const std::vector<bool>& resident,
+absl::StatusOr<std::shared_ptr<const Resource>> WeightSet::CopyTo(Device& device,
+                                                                  const std::vector<bool>& resident,
                                                                   const Resource* have,
                                                                   std::stop_token stop) const {
   const auto* before = static_cast<const WeightSet*>(have);
@@ -89,7 +92,8 @@ absl::StatusOr<std::shared_ptr<const Resource>> WeightSet::CopyTo(Device& device
       continue;
     }
     if (stop.stop_requested()) {
-      return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while moving weights to a device");
+      return MakeError(absl::StatusCode::kCancelled, "CANCELLED",
+                       "cancelled while moving weights to a device");
     }
     at::Tensor& copy = tied[weight.data.const_data_ptr()];
     if (!copy.defined() || copy.sizes() != weight.data.sizes()) {

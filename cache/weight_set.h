@@ -44,8 +44,8 @@ class WeightSet : public Resource {
   // REQUIRES: one weight for each tensor of `layout`, of its shape or undefined.
   WeightSet(std::shared_ptr<const ComponentLayout> layout, std::vector<Weight> weights, Checker checker = {});
 
-  // Weights that take the place of some of `base`'s: each moves with the block that the one it stands for moves
-  // with. REQUIRES: one for each tensor of the layout, undefined for those that stay as they are.
+  // Weights that take the place of some of `base`'s: each moves with the block that the one it stands for
+  // moves with. REQUIRES: one for each tensor of the layout, undefined for those that stay as they are.
   WeightSet(const WeightSet& base, std::vector<Weight> instead);
 
   const ComponentLayout& layout() const { return *layout_; }

@@ -6,7 +6,8 @@
 namespace latentd {
 
 absl::StatusOr<std::unique_ptr<WeightStream>> WeightStream::Create(const WeightSet& host, Source source,
-                                                                   const ResidencyPlan& plan, Device& device) {
+                                                                   const ResidencyPlan& plan,
+                                                                   Device& device) {
   auto stream = std::unique_ptr<WeightStream>(new WeightStream(host, std::move(source), device));
   stream->position_of_.assign(plan.resident.size(), -1);
   for (size_t block = 0; block < plan.resident.size(); ++block) {
@@ -16,7 +17,8 @@ absl::StatusOr<std::unique_ptr<WeightStream>> WeightStream::Create(const WeightS
   }
   for (int32_t i = 0; i < static_cast<int32_t>(host.layout().tensors().size()); ++i) {
     const int32_t position = stream->position_of_[static_cast<size_t>(host.device_block(Slot{i}))];
-    if (position >= 0 && host.has(Slot{i})) stream->blocks_[static_cast<size_t>(position)].slots.push_back(Slot{i});
+    if (position >= 0 && host.has(Slot{i}))
+      stream->blocks_[static_cast<size_t>(position)].slots.push_back(Slot{i});
   }
   for (Block& block : stream->blocks_) {
     block.first = static_cast<int64_t>(stream->order_.size());
@@ -55,8 +57,9 @@ absl::Status WeightStream::Fill() {
     const at::Tensor& from = source_(slot);
     if (!from.is_contiguous()) return absl::InternalError("a streamed weight is not contiguous");
     Piece piece{slot, offset, BytesOf(slot), 0};
-    ASSIGN_OR_RETURN(piece.copy, stream_->Begin({{static_cast<char*>(ring_.get()) + offset, from.const_data_ptr(),
-                                                  static_cast<int64_t>(from.nbytes())}}));
+    ASSIGN_OR_RETURN(piece.copy,
+                     stream_->Begin({{static_cast<char*>(ring_.get()) + offset, from.const_data_ptr(),
+                                      static_cast<int64_t>(from.nbytes())}}));
     pieces_.push_back(piece);
     ++next_;
   }

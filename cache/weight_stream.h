@@ -4,8 +4,9 @@
 //   ring   | ····· | current block | next block | the one after, in p|
 //                    ▲ freed when the next block is asked for          ▲ copies go on here
 //
-// The ring is as large as a few of the largest blocks, so it holds more of the smaller ones: copies go on at the
-// speed of the bus, whatever the sizes of blocks, as long as they take less time than computing on the whole.
+// The ring is as large as a few of the largest blocks, so it holds more of the smaller ones: copies go on at
+// the speed of the bus, whatever the sizes of blocks, as long as they take less time than computing on the
+// whole.
 //
 // Blocks are expected in the order of the layout, over and over; any other order works, and waits for its
 // copies. Bytes and alignment are those of a resident copy, so results are the same to the last bit.

@@ -33,7 +33,8 @@ class WeightStreamTest : public testing::Test {
   std::unique_ptr<WeightStream> Stream(int ring = 2) {
     plan_ = PlanResidency(set_->device_blocks(), 0, ring);
     part_ = std::static_pointer_cast<const WeightSet>(*set_->CopyTo(sim_, plan_.resident, nullptr, {}));
-    return *WeightStream::Create(*set_, [this](Slot s) -> const at::Tensor& { return (*set_)[s].data; }, plan_, sim_);
+    return *WeightStream::Create(
+        *set_, [this](Slot s) -> const at::Tensor& { return (*set_)[s].data; }, plan_, sim_);
   }
   void ExpectBlock(WeightStream& stream, int block) {
     for (Slot slot : blocks_[static_cast<size_t>(block)]) {
@@ -84,7 +85,8 @@ TEST_F(WeightStreamTest, AMergedWeightComesInPlaceOfTheBases) {
   const at::Tensor merged = (*set_)[blocks_[2][0]].data + 1;
   plan_ = PlanResidency(set_->device_blocks(), 0, 2);
   auto stream = *WeightStream::Create(
-      *set_, [&](Slot s) -> const at::Tensor& { return s.index == blocks_[2][0].index ? merged : (*set_)[s].data; },
+      *set_,
+      [&](Slot s) -> const at::Tensor& { return s.index == blocks_[2][0].index ? merged : (*set_)[s].data; },
       plan_, sim_);
   for (int round = 0; round < 2; ++round) {
     ExpectBlock(*stream, 1);
@@ -117,12 +119,14 @@ TEST_F(WeightStreamTest, ARingThatCannotBeAllocatedIsAnErrorAndLeavesNothing) {
   plan_ = PlanResidency(set_->device_blocks(), 0, 2);
   {
     sim_.FailAllocation(1);
-    auto stream = WeightStream::Create(*set_, [this](Slot s) -> const at::Tensor& { return (*set_)[s].data; }, plan_, sim_);
+    auto stream = WeightStream::Create(
+        *set_, [this](Slot s) -> const at::Tensor& { return (*set_)[s].data; }, plan_, sim_);
     EXPECT_EQ(ErrorReason(stream.status()), "DEVICE_OUT_OF_MEMORY");
     EXPECT_EQ(sim_.allocated_bytes(), 0);
   }
   sim_.Lose();
-  auto stream = WeightStream::Create(*set_, [this](Slot s) -> const at::Tensor& { return (*set_)[s].data; }, plan_, sim_);
+  auto stream = WeightStream::Create(
+      *set_, [this](Slot s) -> const at::Tensor& { return (*set_)[s].data; }, plan_, sim_);
   EXPECT_EQ(ErrorReason(stream.status()), "DEVICE_LOST");
 }
 

@@ -5,7 +5,9 @@
 //   Denoiser  one running generation; the executor calls Step() and owns the loop, so that progress,
 //             preview, cancel and fairness between sessions are written once
 //
-// Nothing here holds weights or knows of sessions, devices or LoRAs: weights come in as a WeightView.
+// Nothing here holds weights or knows of sessions, devices or LoRAs: weights come in as a WeightView. All
+// that goes in and out of a phase (conditioning, latents, pictures) is in host memory; a phase takes it to
+// where the weights are, and its results back.
 #ifndef LATENTD_FAMILIES_FAMILY_H_
 #define LATENTD_FAMILIES_FAMILY_H_
 
@@ -51,7 +53,7 @@ class Denoiser {
   virtual bool done() const = 0;
   // One step for all pictures of the batch. REQUIRES: !done().
   virtual absl::StatusOr<StepReport> Step(const WeightView& weights) = 0;
-  // Current latents [N, C, h, w] in the unpacked form that Pipeline::Decode takes. Copies.
+  // Current latents [N, C, h, w] in the unpacked form that Pipeline::Decode takes. Copies, to host memory.
   virtual at::Tensor latents() const = 0;
   // What the last step takes the finished latents to be, for previews; in the same form.
   virtual at::Tensor prediction() const { return latents(); }

@@ -6,7 +6,8 @@
 
 namespace latentd {
 
-WeightView::WeightView(const WeightSet& base, const Overlay* overlay, at::ScalarType compute, WeightStream* stream)
+WeightView::WeightView(const WeightSet& base, const Overlay* overlay, at::ScalarType compute,
+                       WeightStream* stream)
     : base_(base), overlay_(overlay), compute_(compute), stream_(stream) {
   const auto& decls = base.layout().tensors();
   for (size_t i = 0; i < decls.size(); ++i) {
@@ -52,10 +53,12 @@ const at::Tensor& WeightView::ComputeWeight(Slot slot) const {
 }
 
 at::Tensor WeightView::Linear(Slot weight, Slot bias, const at::Tensor& x) const {
-  at::Tensor y = bias ? at::linear(x, ComputeWeight(weight), (*this)(bias)) : at::linear(x, ComputeWeight(weight));
+  at::Tensor y =
+      bias ? at::linear(x, ComputeWeight(weight), (*this)(bias)) : at::linear(x, ComputeWeight(weight));
   if (overlay_ == nullptr) return y;
   if (const Sidecar* sidecar = overlay_->sidecar(weight)) {
-    y.view({-1, y.size(-1)}).addmm_(at::linear(x, sidecar->down).view({-1, sidecar->down.size(0)}), sidecar->up.t());
+    y.view({-1, y.size(-1)})
+        .addmm_(at::linear(x, sidecar->down).view({-1, sidecar->down.size(0)}), sidecar->up.t());
   }
   return y;
 }

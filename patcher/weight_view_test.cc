@@ -1,7 +1,14 @@
 #include "patcher/weight_view.h"
 
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+
 #include "ATen/ATen.h"
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "patcher/layer_patcher.h"
 
 namespace latentd {
 namespace {
@@ -63,6 +70,83 @@ TEST_F(WeightViewTest, AMissingBiasIsLeftOut) {
   const WeightSet set = Set(w, b);
   const WeightView view(set, nullptr);
   EXPECT_TRUE(at::allclose(view.Linear(weight, {}, x) + b, view.Linear(weight, bias, x), 1e-5, 1e-6));
+}
+
+// A LoRA of rank 2 for the layer "w", all ones.
+std::shared_ptr<const ModelPatch> OnesLora() {
+  const std::string path = absl::StrCat(testing::TempDir(), "/ones.", getpid(), ".safetensors");
+  const std::string header = R"({"w.lora_A.weight":{"dtype":"F32","shape":[2,40],"data_offsets":[0,320]},)"
+                             R"("w.lora_B.weight":{"dtype":"F32","shape":[24,2],"data_offsets":[320,512]}})";
+  const uint64_t size = header.size();
+  const std::vector<float> ones(128, 1.0f);
+  std::ofstream out(path, std::ios::binary);
+  out.write(reinterpret_cast<const char*>(&size), sizeof(size)) << header;
+  out.write(reinterpret_cast<const char*>(ones.data()), 512);
+  out.close();
+  auto files = WeightFiles::Open(path);
+  EXPECT_TRUE(files.ok()) << files.status();
+  auto patch = ModelPatch::Load(*files, LoadContext([] { return false; }, [](int64_t, int64_t) {}));
+  EXPECT_TRUE(patch.ok()) << patch.status();
+  std::remove(path.c_str());
+  return *patch;
+}
+
+// What a device's copy of a patch is to that device: the same layers, there.
+void MoveTo(at::Device device, const ModelPatch& patch) {
+  for (const LoraLayer& layer : patch.layers()) {
+    const_cast<at::Tensor&>(layer.down) = layer.down.to(device);
+    const_cast<at::Tensor&>(layer.up) = layer.up.to(device);
+  }
+}
+
+TEST_F(WeightViewTest, ItIsWhereItsWeightsAre) {
+  const WeightSet here = Set(w, b), there = Set(w.to(at::kMeta), b.to(at::kMeta)),
+                  none = Set({}, b.to(at::kMeta));
+  EXPECT_EQ(WeightView(here, nullptr).device(), at::kCPU);
+  EXPECT_EQ(WeightView(there, nullptr).device(), at::kMeta);
+  EXPECT_EQ(WeightView(none, nullptr).device(), at::kMeta);
+}
+
+// Storage types take different ways to the compute type; meta computes shapes and refuses other devices.
+TEST_F(WeightViewTest, ALinearLayerStaysOnTheDeviceOfItsWeights) {
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+    const auto options = at::TensorOptions(type).device(at::kMeta);
+    const WeightSet set = Set(at::empty({24, 40}, options), at::empty({24}, options));
+    const WeightView view(set, nullptr);
+    const at::Tensor y = view.Linear(weight, bias, at::empty({2, 7, 40}, at::kMeta));
+    EXPECT_EQ(y.device(), at::kMeta);
+    EXPECT_EQ(y.sizes(), at::IntArrayRef({2, 7, 24}));
+    EXPECT_EQ(y.scalar_type(), at::kFloat);
+    EXPECT_EQ(view(weight).device(), at::kMeta);
+  }
+}
+
+TEST_F(WeightViewTest, WhatIsComputedBesideALayerIsWhereThePatchIs) {
+  const PatchTarget target = {
+      .component = "c", .layout = layout, .key_maps = {}, .dotted_prefixes = {""}, .flat_prefixes = {}};
+  for (const at::Device device : {at::Device(at::kCPU), at::Device(at::kMeta)}) {
+    std::vector<PatchSpec> specs(1);
+    specs[0].name = "ones";
+    specs[0].patch = OnesLora();
+    specs[0].weight = 0.5;
+    MoveTo(device, *specs[0].patch);
+    // Host weights for what Apply asks of them; the device's for the view.
+    const WeightSet host = Set(w, b), there = Set(w.to(device), b.to(device));
+    const auto overlay = LayerPatcher::Apply(host, target, std::move(specs), {.mode = PatchMode::kSidecar});
+    ASSERT_TRUE(overlay.ok()) << overlay.status();
+    const Sidecar* sidecar = (*overlay)->sidecar(weight);
+    ASSERT_NE(sidecar, nullptr);
+    EXPECT_EQ(sidecar->down.device(), device);
+    EXPECT_EQ(sidecar->up.device(), device);
+
+    const WeightView view(there, overlay->get()), plain(there, nullptr);
+    const at::Tensor y = view.Linear(weight, bias, x.to(device));
+    EXPECT_EQ(y.device(), device);
+    EXPECT_EQ(y.sizes(), at::IntArrayRef({7, 24}));
+    if (!device.is_cpu()) continue;
+    // 0.5 · up · down · x = 0.5 · 2 · Σx.
+    EXPECT_TRUE(at::allclose(y, plain.Linear(weight, bias, x) + x.sum(1, true), 1e-4, 1e-4));
+  }
 }
 
 }  // namespace

@@ -122,7 +122,8 @@ grpc::ServerUnaryReactor* CacheServiceImpl::TrimCache(grpc::CallbackServerContex
                                                       v1::TrimCacheResponse* response) {
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     if (request->bytes() < 0) return FieldError("bytes", "must not be negative");
-    response->set_freed_bytes(core_->cache->Trim(request->has_bytes() ? request->bytes() : MemoryBudget::kUnlimited));
+    response->set_freed_bytes(
+        core_->cache->Trim(request->has_bytes() ? request->bytes() : MemoryBudget::kUnlimited));
     return absl::OkStatus();
   });
 }
@@ -149,9 +150,10 @@ grpc::ServerUnaryReactor* CacheServiceImpl::LoadModel(grpc::CallbackServerContex
                                                       v1::LoadModelResponse* response) {
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     RETURN_IF_ERROR(core_->CheckAccepting());
-    ASSIGN_OR_RETURN(const PinBoard::Loaded loaded,
-                     core_->pins->Load(request->name(), {request->components().begin(), request->components().end()},
-                                       request->device(), request->pin()));
+    ASSIGN_OR_RETURN(
+        const PinBoard::Loaded loaded,
+        core_->pins->Load(request->name(), {request->components().begin(), request->components().end()},
+                          request->device(), request->pin()));
     for (const ModelKey& key : loaded.keys) response->add_keys(key.ToString());
     response->set_bytes(loaded.bytes);
     response->set_loaded_records(loaded.loaded_records);
@@ -172,7 +174,8 @@ grpc::ServerUnaryReactor* CacheServiceImpl::UnloadModel(grpc::CallbackServerCont
 }
 
 grpc::ServerUnaryReactor* CacheServiceImpl::SetCap(grpc::CallbackServerContext* context,
-                                                   const v1::SetCapRequest* request, v1::SetCapResponse* response) {
+                                                   const v1::SetCapRequest* request,
+                                                   v1::SetCapResponse* response) {
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     MemoryBudget* budget = request->budget() == core_->ram->name() ? core_->ram.get() : nullptr;
     for (const auto& device : core_->devices) {

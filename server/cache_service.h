@@ -11,14 +11,18 @@ class CacheServiceImpl : public v1::CacheService::CallbackService {
  public:
   explicit CacheServiceImpl(ServerCore* core) : core_(core) {}
 
-  grpc::ServerUnaryReactor* GetCacheStats(grpc::CallbackServerContext* context, const v1::GetCacheStatsRequest* request,
+  grpc::ServerUnaryReactor* GetCacheStats(grpc::CallbackServerContext* context,
+                                          const v1::GetCacheStatsRequest* request,
                                           v1::GetCacheStatsResponse* response) override;
-  grpc::ServerUnaryReactor* TrimCache(grpc::CallbackServerContext* context, const v1::TrimCacheRequest* request,
+  grpc::ServerUnaryReactor* TrimCache(grpc::CallbackServerContext* context,
+                                      const v1::TrimCacheRequest* request,
                                       v1::TrimCacheResponse* response) override;
-  grpc::ServerUnaryReactor* DropModel(grpc::CallbackServerContext* context, const v1::DropModelRequest* request,
+  grpc::ServerUnaryReactor* DropModel(grpc::CallbackServerContext* context,
+                                      const v1::DropModelRequest* request,
                                       v1::DropModelResponse* response) override;
 
-  grpc::ServerUnaryReactor* LoadModel(grpc::CallbackServerContext* context, const v1::LoadModelRequest* request,
+  grpc::ServerUnaryReactor* LoadModel(grpc::CallbackServerContext* context,
+                                      const v1::LoadModelRequest* request,
                                       v1::LoadModelResponse* response) override;
   grpc::ServerUnaryReactor* UnloadModel(grpc::CallbackServerContext* context,
                                         const v1::UnloadModelRequest* request,

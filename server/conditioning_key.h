@@ -18,8 +18,8 @@ struct ConditioningSource {
   double weight = 1;
 };
 
-// All that the conditioning depends on goes into it: model, encoder, prompts, and the LoRAs on the encoder, in
-// order of name. As a hash: names of records are shown, prompts are not.
+// All that the conditioning depends on goes into it: model, encoder, prompts, and the LoRAs on the encoder,
+// in order of name. As a hash: names of records are shown, prompts are not.
 ModelKey ConditioningKey(const OpenModel& model, const std::string& component, const GenerateParams& params,
                          const std::vector<ConditioningSource>& sources, PatchMode mode);
 

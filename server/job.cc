@@ -92,7 +92,8 @@ absl::Status Job::Prepare() {
   for (const std::string& component : pipeline.EncoderComponents(params_)) {
     phases_.push_back({Kind::kEncode, component});
   }
-  if (params_.init_image.defined()) phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
+  if (params_.init_image.defined())
+    phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
   phases_.push_back({Kind::kDenoise, pipeline.denoiser_component()});
   phases_.push_back({Kind::kDecode, pipeline.decoder_component()});
   home_ = &core_->Place(*setup_.model);  // counts this job; Finish takes it off
@@ -129,10 +130,11 @@ absl::Status Job::KeepConditioning(Conditioning part, double seconds) {
   for (const auto& [name, tensor] : part) conditioning_[name] = tensor;
   std::vector<std::string> sources;
   for (const HeldLora& lora : *setup_.loras) sources.push_back(lora.handle.key().id);
-  ASSIGN_OR_RETURN(LockHandle handle,
-                   core_->cache->Insert(CurrentConditioningKey(), "conditioning",
-                                        std::make_shared<const ConditioningRecord>(std::move(part)),
-                                        std::move(conditioning_memory_), seconds, setup_.owner, std::move(sources)));
+  ASSIGN_OR_RETURN(
+      LockHandle handle,
+      core_->cache->Insert(CurrentConditioningKey(), "conditioning",
+                           std::make_shared<const ConditioningRecord>(std::move(part)),
+                           std::move(conditioning_memory_), seconds, setup_.owner, std::move(sources)));
   conditioning_locks_.push_back(std::move(handle));
   return absl::OkStatus();
 }
@@ -142,7 +144,8 @@ void Job::BeginPhaseResources() {
   const bool encodes_text = phase.kind == Kind::kEncode;
   const bool can_tile = phase.kind == Kind::kDecode || phase.kind == Kind::kEncodeImage;
   const v1::VaeTiling tiling = setup_.request.vae_tiling();
-  Executor& executor = encodes_text ? core_->PlaceEncoder(*setup_.model, phase.component, *home_.load()) : *home_.load();
+  Executor& executor =
+      encodes_text ? core_->PlaceEncoder(*setup_.model, phase.component, *home_.load()) : *home_.load();
   phase_executor_ = &executor;
   resources_ = std::make_unique<PhaseResources>(PhaseResources::Setup{
       .core = core_,
@@ -156,8 +159,8 @@ void Job::BeginPhaseResources() {
       .stop = stop_.get_token(),
       .may_tile = can_tile && (tiling == v1::VAE_TILING_WHEN_NEEDED || tiling == v1::VAE_TILING_ALWAYS),
       .must_tile = can_tile && tiling == v1::VAE_TILING_ALWAYS,
-      .on_loading = [this, component = phase.component](int64_t done,
-                                                        int64_t total) { SendLoading(component, done, total); },
+      .on_loading = [this, component = phase.component](
+                        int64_t done, int64_t total) { SendLoading(component, done, total); },
       .on_adapted =
           [this](v1::JobEvent::Adapted adapted) {
             v1::JobEvent event;
@@ -191,7 +194,8 @@ absl::Status Job::AcquirePhase() {
   }
   if (phase.kind == Kind::kDecode && picture_memory_.bytes() == 0) {
     // Pixels, and the files that they become.
-    const int64_t bytes = 2 * 3 * *params_.width * *params_.height * static_cast<int64_t>(params_.seeds.size());
+    const int64_t bytes =
+        2 * 3 * *params_.width * *params_.height * static_cast<int64_t>(params_.seeds.size());
     ASSIGN_OR_RETURN(picture_memory_, promise(bytes, MemoryUse::kImages, "pictures"));
   }
   if (resources_ == nullptr) BeginPhaseResources();
@@ -199,9 +203,15 @@ absl::Status Job::AcquirePhase() {
   SampleMemory();
   switch (phase.kind) {
     case Kind::kEncode:
-    case Kind::kEncodeImage: phase_ = v1::JobInfo::PHASE_ENCODING; break;
-    case Kind::kDenoise: phase_ = v1::JobInfo::PHASE_DENOISING; break;
-    case Kind::kDecode: phase_ = v1::JobInfo::PHASE_DECODING; break;
+    case Kind::kEncodeImage:
+      phase_ = v1::JobInfo::PHASE_ENCODING;
+      break;
+    case Kind::kDenoise:
+      phase_ = v1::JobInfo::PHASE_DENOISING;
+      break;
+    case Kind::kDecode:
+      phase_ = v1::JobInfo::PHASE_DECODING;
+      break;
   }
   phase_executor_->Submit(shared_from_this());
   return absl::OkStatus();
@@ -269,7 +279,8 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
     }
     case Kind::kEncodeImage: {
       Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
-      ASSIGN_OR_RETURN(init_latents_, pipeline.EncodeImage(resources_->view(), params_, resources_->options()));
+      ASSIGN_OR_RETURN(init_latents_,
+                       pipeline.EncodeImage(resources_->view(), params_, resources_->options()));
       return true;
     }
     case Kind::kDenoise: {
@@ -336,8 +347,9 @@ absl::Status Job::EncodePictures() {
     if (stop_.stop_requested()) return StopReason();
     const RgbImage image = ImageFromTensor(pictures_[i]);
     const bool jpeg = setup_.request.image_format() == v1::IMAGE_FORMAT_JPEG;
-    ASSIGN_OR_RETURN(std::string file, jpeg ? EncodeJpeg(image.pixels, image.width, image.height, kJpegQuality)
-                                            : EncodePng(image.pixels, image.width, image.height));
+    ASSIGN_OR_RETURN(std::string file, jpeg
+                                           ? EncodeJpeg(image.pixels, image.width, image.height, kJpegQuality)
+                                           : EncodePng(image.pixels, image.width, image.height));
     v1::JobEvent event;
     auto& header = *event.mutable_image_header();
     header.set_index(static_cast<int>(i));
@@ -395,7 +407,8 @@ void Job::EndPhase() {
   report.set_working_peak_bytes(peak_bytes_);
   phase_reports_.push_back(std::move(report));
   if (slices_ > 0) {
-    measured_ = Measured{resources_->measurement_key(), peak_bytes_, slice_seconds_ / static_cast<double>(slices_)};
+    measured_ =
+        Measured{resources_->measurement_key(), peak_bytes_, slice_seconds_ / static_cast<double>(slices_)};
   }
   resources_ = nullptr;
   if (phases_[current_].kind == Kind::kDenoise) conditioning_locks_.clear();
@@ -423,8 +436,8 @@ void Job::Finish(absl::Status status) {
   picture_memory_.Release();
   setup_.request_memory.Release();
   if (status.ok()) {
-    spdlog::info("job done session={} job={} steps={} total_ms={:.0f}", setup_.owner, setup_.job_id, steps_.load(),
-                 timings_.total_ms());
+    spdlog::info("job done session={} job={} steps={} total_ms={:.0f}", setup_.owner, setup_.job_id,
+                 steps_.load(), timings_.total_ms());
   } else {
     spdlog::info("job ended session={} job={} reason={}", setup_.owner, setup_.job_id,
                  ErrorReason(status).empty() ? absl::StatusCodeToString(status.code()) : ErrorReason(status));

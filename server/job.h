@@ -23,9 +23,9 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "cache/mutex.h"
 #include "absl/time/time.h"
 #include "cache/model_cache.h"
+#include "cache/mutex.h"
 #include "families/family.h"
 #include "latentd/v1/denoise.pb.h"
 #include "latentd/v1/server.pb.h"
@@ -43,7 +43,7 @@ struct JobSetup {
   std::string owner;  // the session: holder of all locks
   std::shared_ptr<const OpenModel> model;
   v1::GenerateParams request;
-  Reservation request_memory;  // of the pictures in `request`, if there are any
+  Reservation request_memory;                    // of the pictures in `request`, if there are any
   const std::vector<HeldLora>* loras = nullptr;  // unchanged and alive until on_end
   PatchMode patch_mode = PatchMode::kAuto;
   int priority = 0;
@@ -131,7 +131,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   // Of the current phase.
   std::unique_ptr<PhaseResources> resources_;
   Executor* phase_executor_ = nullptr;
-  absl::Status (Job::*next_)() = nullptr;  // what a worker does next, set by the slice that ends a phase
+  absl::Status (Job::*next_)() = nullptr;   // what a worker does next, set by the slice that ends a phase
   int64_t net_bytes_ = 0, peak_bytes_ = 0;  // measured, where that is wanted
   double slice_seconds_ = 0;
   int64_t slices_ = 0;

@@ -20,9 +20,10 @@ struct LoraChoice {
   LockRequest request;
 };
 
-// Reads headers: not on an RPC thread. Errors: INVALID_ARGUMENT INVALID_FIELD (weight, a name twice, too many);
-// NOT_FOUND LORA_NOT_FOUND; those of LoraFile::Request.
-absl::StatusOr<std::vector<LoraChoice>> ResolveLoras(const std::vector<v1::LoraRef>& refs, const Catalog& catalog);
+// Reads headers: not on an RPC thread. Errors: INVALID_ARGUMENT INVALID_FIELD (weight, a name twice, too
+// many); NOT_FOUND LORA_NOT_FOUND; those of LoraFile::Request.
+absl::StatusOr<std::vector<LoraChoice>> ResolveLoras(const std::vector<v1::LoraRef>& refs,
+                                                     const Catalog& catalog);
 
 // The request's patch mode, or the config's. Errors: INVALID_ARGUMENT INVALID_FIELD.
 absl::StatusOr<PatchMode> PatchModeFromProto(v1::PatchMode mode, const Config& config);

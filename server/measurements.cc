@@ -38,7 +38,8 @@ Measurements::Measurements(std::string folder)
       continue;
     }
     const PhaseMeasurement m{value["working_bytes"].get<int64_t>(), value["seconds"].get<double>()};
-    if (m.working_bytes >= 0 && m.seconds_per_slice >= 0 && std::isfinite(m.seconds_per_slice)) values_[key] = m;
+    if (m.working_bytes >= 0 && m.seconds_per_slice >= 0 && std::isfinite(m.seconds_per_slice))
+      values_[key] = m;
   }
 }
 

@@ -23,7 +23,8 @@ struct PhaseMeasurement {
 
 class Measurements {
  public:
-  // Empty: nothing is kept across restarts. A file that cannot be read, or is not one of ours, counts as empty.
+  // Empty: nothing is kept across restarts. A file that cannot be read, or is not one of ours, counts as
+  // empty.
   explicit Measurements(std::string folder);
 
   // What to promise for activations: the high-water mark of such phases and a margin, else the estimate.

@@ -21,8 +21,8 @@ class MemoryMeter::Counter : public c10::MemoryReportingInfoBase {
 
 namespace {
 
-// Blocks that are older than the meter are freed under it; LibTorch has a warning for that, which says nothing to
-// whoever reads this server's log.
+// Blocks that are older than the meter are freed under it; LibTorch has a warning for that, which says
+// nothing to whoever reads this server's log.
 bool SilenceWarnings() {
   constexpr int kErrorsOnly = 2;
   FLAGS_caffe2_log_level = kErrorsOnly;

@@ -1,6 +1,6 @@
-// How much memory tensor code takes while it runs: the high-water mark of what LibTorch's CPU allocator gave to
-// this thread and has not got back. Costs a lock and a table entry for each tensor, so it is for the runs that
-// calibrate estimates, not for all.
+// How much memory tensor code takes while it runs: the high-water mark of what LibTorch's CPU allocator gave
+// to this thread and has not got back. Costs a lock and a table entry for each tensor, so it is for the runs
+// that calibrate estimates, not for all.
 //
 //   MemoryMeter meter;
 //   ... tensor code ...

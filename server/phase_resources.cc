@@ -21,8 +21,8 @@ std::string MeasurementKey(const OpenModel& model, const Component& component, c
   // The estimate stands for the shapes: it is what the family makes of all that matters.
   return absl::StrCat(std::string(model.pipeline->family()), "/", component.name, "/",
                       component.layout->parameter_count(), "/",
-                      model.pipeline->WorkingBytes(component.name, params, options), "/",
-                      params.seeds.size(), "/", std::string(DeviceKindName(device.kind())));
+                      model.pipeline->WorkingBytes(component.name, params, options), "/", params.seeds.size(),
+                      "/", std::string(DeviceKindName(device.kind())));
 }
 
 PhaseResources::PhaseResources(Setup setup)
@@ -36,8 +36,9 @@ void PhaseResources::Announce(v1::JobEvent::Adapted::Measure measure, const absl
   adapted.set_component(setup_.component);
   adapted.set_device(setup_.device->name());
   adapted.set_reason(std::string(reason.message()));
-  spdlog::info("memory short session={} component={} device={} measure={} reason={}", setup_.owner, setup_.component,
-               setup_.device->name(), v1::JobEvent::Adapted::Measure_Name(measure), ErrorReason(reason));
+  spdlog::info("memory short session={} component={} device={} measure={} reason={}", setup_.owner,
+               setup_.component, setup_.device->name(), v1::JobEvent::Adapted::Measure_Name(measure),
+               ErrorReason(reason));
   setup_.on_adapted(std::move(adapted));
 }
 
@@ -52,8 +53,9 @@ absl::Status PhaseResources::Adapt(const absl::Status& status) {
   // A budget has evicted all it could before it refused; memory itself may be missing all the same.
   if (!evicted_ && !promise_refused) {
     evicted_ = true;
-    const int64_t freed = device.uses_host_memory() ? setup_.core->cache->Trim(MemoryBudget::kUnlimited)
-                                                    : setup_.core->cache->Offload(device, MemoryBudget::kUnlimited);
+    const int64_t freed = device.uses_host_memory()
+                              ? setup_.core->cache->Trim(MemoryBudget::kUnlimited)
+                              : setup_.core->cache->Offload(device, MemoryBudget::kUnlimited);
     if (freed > 0) {
       Announce(v1::JobEvent::Adapted::MEASURE_EVICTED, status);
       return absl::OkStatus();
@@ -68,7 +70,8 @@ absl::Status PhaseResources::Adapt(const absl::Status& status) {
   };
   const bool beyond_the_cap = promise_refused && number("needed_bytes") > number("cap_bytes") &&
                               number("needed_bytes") == working_bytes_;
-  if (!streams_ && !beyond_the_cap && !device.uses_host_memory() && device_is_short && setup_.core->config.residency != "full") {
+  if (!streams_ && !beyond_the_cap && !device.uses_host_memory() && device_is_short &&
+      setup_.core->config.residency != "full") {
     streams_ = true;
     Announce(v1::JobEvent::Adapted::MEASURE_STREAMED, status);
     return absl::OkStatus();
@@ -106,8 +109,9 @@ absl::StatusOr<std::vector<PatchSpec>> PhaseResources::Specs() {
     const bool beside = lora.weight != 0 && lora.report.matched.count(component_.name) != 0 &&
                         setup_.patch_mode != PatchMode::kDirect;
     if (beside && !setup_.device->uses_host_memory()) {
-      ASSIGN_OR_RETURN(spec.residency, setup_.core->cache->LockOnDevice(spec.handle, *setup_.device,
-                                                                        {.owner = setup_.owner, .stop = setup_.stop}));
+      ASSIGN_OR_RETURN(spec.residency,
+                       setup_.core->cache->LockOnDevice(spec.handle, *setup_.device,
+                                                        {.owner = setup_.owner, .stop = setup_.stop}));
       spec.patch = std::static_pointer_cast<const ModelPatch>(spec.residency.resource());
     }
     specs.push_back(std::move(spec));
@@ -125,11 +129,11 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
   measures_ = !measured || measured->working_bytes == 0;
 
   const LockRequest request = setup_.model->ComponentRequest(component_.name);
-  ASSIGN_OR_RETURN(handle_, core.cache->Lock(request.key, request.loader,
-                                             {.owner = setup_.owner,
-                                              .deadline = deadline,
-                                              .stop = setup_.stop,
-                                              .progress = setup_.on_loading}));
+  ASSIGN_OR_RETURN(
+      handle_,
+      core.cache->Lock(
+          request.key, request.loader,
+          {.owner = setup_.owner, .deadline = deadline, .stop = setup_.stop, .progress = setup_.on_loading}));
   // What goes beside the weights first: weights take the room that is left, and can be streamed.
   std::vector<PatchReport> counted = *reports;  // an attempt that fails counts nothing
   ASSIGN_OR_RETURN(std::vector<PatchSpec> specs, Specs());
@@ -152,17 +156,16 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
   if (beside) RETURN_IF_ERROR(apply({}));
   working_bytes_ = core.measurements->WorkingBytes(measurement_key_, estimate);
   const bool forced = core.config.residency == "stream" || streams_;
-  ASSIGN_OR_RETURN(
-      residency_,
-      core.cache->LockOnDevice(handle_, *setup_.device,
-                               {.owner = setup_.owner,
-                                .working_bytes = working_bytes_,
-                                .mode = forced                            ? ResidencyMode::kStream
-                                        : core.config.residency == "full" ? ResidencyMode::kFull
-                                                                          : ResidencyMode::kAuto,
-                                .ring_slots = static_cast<int32_t>(core.config.ring_blocks),
-                                .deadline = deadline,
-                                .stop = setup_.stop}));
+  ASSIGN_OR_RETURN(residency_,
+                   core.cache->LockOnDevice(handle_, *setup_.device,
+                                            {.owner = setup_.owner,
+                                             .working_bytes = working_bytes_,
+                                             .mode = forced ? ResidencyMode::kStream
+                                                     : core.config.residency == "full" ? ResidencyMode::kFull
+                                                                                       : ResidencyMode::kAuto,
+                                             .ring_slots = static_cast<int32_t>(core.config.ring_blocks),
+                                             .deadline = deadline,
+                                             .stop = setup_.stop}));
   const auto& weights = residency_.As<WeightSet>();
   const ResidencyPlan& plan = residency_.plan();
   if (!beside) RETURN_IF_ERROR(apply(plan.resident));

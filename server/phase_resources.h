@@ -1,6 +1,6 @@
-// What one phase of a job holds while it runs: its component in memory and on a device, the patches on it, the
-// stream that brings what is not resident, and the view that network code reads all that through. And what is
-// done when memory is short: evict, then stream, then tile, then fail this job only.
+// What one phase of a job holds while it runs: its component in memory and on a device, the patches on it,
+// the stream that brings what is not resident, and the view that network code reads all that through. And
+// what is done when memory is short: evict, then stream, then tile, then fail this job only.
 //
 // Acquire() runs on a worker, the rest where the job is. One thread at a time.
 #ifndef LATENTD_SERVER_PHASE_RESOURCES_H_

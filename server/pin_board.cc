@@ -21,7 +21,8 @@ absl::StatusOr<std::vector<LockRequest>> Requests(Catalog& catalog, const std::s
   if (absl::IsNotFound(model.status())) {
     auto lora = catalog.Lora(name);
     if (!lora.ok()) return model.status();
-    if (!components.empty()) return FieldError("components", absl::StrCat(name, " is a LoRA, which has none"));
+    if (!components.empty())
+      return FieldError("components", absl::StrCat(name, " is a LoRA, which has none"));
     ASSIGN_OR_RETURN(LockRequest request, lora->Request());
     requests.push_back(std::move(request));
     return requests;
@@ -45,14 +46,17 @@ absl::StatusOr<std::vector<LockRequest>> Requests(Catalog& catalog, const std::s
 
 }  // namespace
 
-absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name, const std::vector<std::string>& components,
+absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
+                                                const std::vector<std::string>& components,
                                                 const std::string& device_name, bool pin) {
   Device* device = nullptr;
   for (const auto& d : core_->devices) {
     if (d->name() == device_name) device = d.get();
   }
   if (device == nullptr && !device_name.empty()) {
-    return FieldError("device", absl::StrCat("there is no '", device_name, "'; GetServerInfo lists the devices, and none means host memory alone"));
+    return FieldError("device",
+                      absl::StrCat("there is no '", device_name,
+                                   "'; GetServerInfo lists the devices, and none means host memory alone"));
   }
   ASSIGN_OR_RETURN(const std::vector<LockRequest> requests, Requests(*core_->catalog, name, components));
   const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
@@ -70,10 +74,10 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name, const s
     loaded.loaded_records += there.count(handle.key()) == 0 ? 1 : 0;
     Pin fresh;
     if (device != nullptr && !device->uses_host_memory()) {
-      ASSIGN_OR_RETURN(fresh.residency, core_->cache->LockOnDevice(handle, *device,
-                                                                   {.owner = kOwner,
-                                                                    .mode = ResidencyMode::kFull,
-                                                                    .deadline = deadline}));
+      ASSIGN_OR_RETURN(
+          fresh.residency,
+          core_->cache->LockOnDevice(handle, *device,
+                                     {.owner = kOwner, .mode = ResidencyMode::kFull, .deadline = deadline}));
     }
     fresh.handle = std::move(handle);
     fresh.on = device_name;

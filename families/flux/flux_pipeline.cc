@@ -26,6 +26,9 @@ constexpr double kMaxShift = 100;
 
 constexpr char kPooled[] = "pooled", kT5[] = "t5", kNegativePooled[] = "neg.pooled", kNegativeT5[] = "neg.t5";
 
+// What leaves a phase.
+at::Tensor ToHost(const at::Tensor& tensor) { return tensor.contiguous().to(at::kCPU); }
+
 bool UsesNegative(const GenerateParams& params) { return *params.true_cfg_scale > 1; }
 
 // -------------------------------------------------------------------------------------------- validation
@@ -116,7 +119,7 @@ class FluxDenoiser : public Denoiser {
 
   at::Tensor latents() const override {
     c10::InferenceMode inference;
-    return UnpackLatents(at::cat(pictures_), height_, width_);
+    return UnpackLatents(at::cat(pictures_), height_, width_).to(at::kCPU);
   }
 
   // The step's direction followed to sigma 0: x − sigma · v, with v out of the two ends of the step.
@@ -125,14 +128,16 @@ class FluxDenoiser : public Denoiser {
     c10::InferenceMode inference;
     const float sigma = sigmas_[static_cast<size_t>(index_) - 1], next = sigmas_[static_cast<size_t>(index_)];
     const at::Tensor from = at::cat(before_), to = at::cat(pictures_);
-    return UnpackLatents(at::lerp(from, to, sigma / (sigma - next)), height_, width_);
+    return UnpackLatents(at::lerp(from, to, sigma / (sigma - next)), height_, width_).to(at::kCPU);
   }
 
  private:
   int64_t last() const { return static_cast<int64_t>(sigmas_.size()) - 1; }
 
-  // What the weights make of the prompts is the same in all steps.
+  // Brings what Begin was given to where the weights are. What they make of the prompts is the same in all
+  // steps. A first step that failed does it once more, at no cost where it is done.
   void Prepare(const WeightView& w) {
+    for (at::Tensor& x : pictures_) x = x.to(w.device());
     for (Prompt& prompt : prompts_) {
       prompt.text = transformer_->PrepareText(w, prompt.t5, height_ / 2, width_ / 2);
       prompt.conditioning = transformer_->PrepareConditioning(w, prompt.pooled, guidance_);
@@ -143,7 +148,7 @@ class FluxDenoiser : public Denoiser {
   const std::vector<float> sigmas_;
   const int64_t start_;
   int64_t index_;                     // of the step to come, in sigmas_
-  std::vector<at::Tensor> pictures_;  // packed latents, [1, tokens, 64] each
+  std::vector<at::Tensor> pictures_;  // packed latents, [1, tokens, 64] each; in host memory until a step
   std::vector<at::Tensor> before_;    // the same before the last step
   std::vector<Prompt> prompts_;       // wanted, then unwanted
   const double guidance_, true_cfg_scale_;
@@ -225,10 +230,11 @@ absl::Status FluxPipeline::Encode(const std::string& component, const WeightView
     if (component == "text_encoder") {
       const int64_t length =
           std::min(parts_.clip_tokenizer->model_max_length(), parts_.clip->config().positions);
-      conditioning[pooled_key] = (*parts_.clip)(weights, parts_.clip_tokenizer->Encode(text, length)).pooled;
+      conditioning[pooled_key] =
+          ToHost((*parts_.clip)(weights, parts_.clip_tokenizer->Encode(text, length)).pooled);
     } else {
       conditioning[t5_key] =
-          (*parts_.t5)(weights, parts_.t5_tokenizer->Encode(text, *params.max_sequence_length));
+          ToHost((*parts_.t5)(weights, parts_.t5_tokenizer->Encode(text, *params.max_sequence_length)));
     }
   };
   if (component != "text_encoder" && component != "text_encoder_2") {
@@ -242,7 +248,8 @@ absl::Status FluxPipeline::Encode(const std::string& component, const WeightView
 std::string FluxPipeline::EncodeKey(const std::string& component, const GenerateParams& params) const {
   // Lengths stand before texts, so that no two pairs of texts read alike.
   std::string key = absl::StrCat(params.prompt.size(), ":", params.prompt);
-  if (UsesNegative(params)) absl::StrAppend(&key, "|", params.negative_prompt->size(), ":", *params.negative_prompt);
+  if (UsesNegative(params))
+    absl::StrAppend(&key, "|", params.negative_prompt->size(), ":", *params.negative_prompt);
   if (component == "text_encoder_2") absl::StrAppend(&key, "|", *params.max_sequence_length);
   return key;
 }
@@ -261,9 +268,12 @@ absl::StatusOr<at::Tensor> FluxPipeline::EncodeImage(const WeightView& weights, 
   std::vector<uint8_t> pixels = ResizeLanczos(source.const_data_ptr<uint8_t>(), source.size(1),
                                               source.size(0), *params.width, *params.height);
   const at::Tensor bytes = at::from_blob(pixels.data(), {*params.height, *params.width, 3}, at::kByte);
-  const at::Tensor picture =
-      bytes.to(weights.compute_type()).div_(255).mul_(2).sub_(1).permute({2, 0, 1}).unsqueeze(0).contiguous();
-  const AutoencoderKl::Posterior posterior = parts_.vae->Encode(weights, picture, options.tile);
+  // Copied as bytes, converted there.
+  at::Tensor picture = bytes.to(weights.device()).to(weights.compute_type()).div_(255).mul_(2).sub_(1);
+  picture = picture.permute({2, 0, 1}).unsqueeze(0).contiguous();
+  AutoencoderKl::Posterior posterior = parts_.vae->Encode(weights, picture, options.tile);
+  // Sampled where noise is drawn and latents are kept.
+  posterior = {ToHost(posterior.mean), ToHost(posterior.std)};
   std::vector<at::Tensor> samples;
   for (uint64_t seed : params.seeds) {
     samples.push_back(posterior.Sample(DrawNoise(seed, posterior.mean.sizes().vec())[0]));
@@ -323,10 +333,10 @@ int64_t FluxPipeline::SmallerTile(const GenerateParams& params, int64_t tile) co
 absl::StatusOr<at::Tensor> FluxPipeline::Decode(const WeightView& weights, const at::Tensor& latents,
                                                 const PhaseOptions& options) const {
   c10::InferenceMode inference;
-  at::Tensor picture = parts_.vae->Decode(weights, parts_.vae->FromModel(latents.to(weights.compute_type())),
-                                         options.tile);
+  const at::Tensor z = parts_.vae->FromModel(latents.to(weights.device(), weights.compute_type()));
+  at::Tensor picture = parts_.vae->Decode(weights, z, options.tile);
   picture = picture.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_();
-  return picture.squeeze(0).permute({1, 2, 0}).to(at::kByte).contiguous();
+  return ToHost(picture.squeeze(0).permute({1, 2, 0}).to(at::kByte));
 }
 
 at::Tensor FluxPipeline::Preview(const at::Tensor& latents) const {

@@ -185,11 +185,12 @@ FluxText FluxTransformer::PrepareText(const WeightView& w, const at::Tensor& t5,
                                       int64_t columns) const {
   // Positions are (0, row, column); text stands at the origin.
   const int64_t text_tokens = t5.size(1);
-  at::Tensor positions = at::zeros({text_tokens + rows * columns, 3}, at::kFloat);
+  const at::TensorOptions options = at::TensorOptions(at::kFloat).device(w.device());
+  at::Tensor positions = at::zeros({text_tokens + rows * columns, 3}, options);
   at::Tensor grid = positions.narrow(0, text_tokens, rows * columns).view({rows, columns, 3});
-  grid.select(2, 1).copy_(at::arange(rows, at::kFloat).unsqueeze(1).expand({rows, columns}));
-  grid.select(2, 2).copy_(at::arange(columns, at::kFloat).unsqueeze(0).expand({rows, columns}));
-  return {context_embedder_(w, t5.to(w.compute_type())), RopeTable(positions, config_.axes)};
+  grid.select(2, 1).copy_(at::arange(rows, options).unsqueeze(1).expand({rows, columns}));
+  grid.select(2, 2).copy_(at::arange(columns, options).unsqueeze(0).expand({rows, columns}));
+  return {context_embedder_(w, t5.to(w.device(), w.compute_type())), RopeTable(positions, config_.axes)};
 }
 
 FluxConditioning FluxTransformer::PrepareConditioning(const WeightView& w, const at::Tensor& pooled,
@@ -197,9 +198,9 @@ FluxConditioning FluxTransformer::PrepareConditioning(const WeightView& w, const
   FluxConditioning conditioning;
   if (guidance_embedder_) {
     const float value = static_cast<float>(guidance) * kTrainSteps;
-    conditioning.guidance = (*guidance_embedder_)(w, SinusoidalEmbedding(value, kSinusoidDim));
+    conditioning.guidance = (*guidance_embedder_)(w, SinusoidalEmbedding(value, kSinusoidDim, w.device()));
   }
-  conditioning.pooled = text_embedder_(w, pooled.to(w.compute_type()));
+  conditioning.pooled = text_embedder_(w, pooled.to(w.device(), w.compute_type()));
   return conditioning;
 }
 
@@ -207,7 +208,7 @@ at::Tensor FluxTransformer::Modulation(const WeightView& w, float sigma,
                                        const FluxConditioning& conditioning) const {
   // The pipeline hands over t/1000 and the network multiplies by 1000, each rounded to fp32.
   const float t = sigma * kTrainSteps / kTrainSteps * kTrainSteps;
-  at::Tensor vec = time_embedder_(w, SinusoidalEmbedding(t, kSinusoidDim));
+  at::Tensor vec = time_embedder_(w, SinusoidalEmbedding(t, kSinusoidDim, w.device()));
   if (conditioning.guidance.defined()) vec.add_(conditioning.guidance);
   return at::silu_(vec.add_(conditioning.pooled));
 }

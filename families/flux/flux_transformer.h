@@ -93,10 +93,10 @@ class FluxTransformer {
   const std::vector<FluxDoubleBlock>& double_blocks() const { return double_blocks_; }
   const std::vector<FluxSingleBlock>& single_blocks() const { return single_blocks_; }
 
-  // t5: [1, text, text_dim]; rows × columns picture tokens.
+  // t5: [1, text, text_dim], in host memory or on the view's device; rows × columns picture tokens.
   FluxText PrepareText(const WeightView& w, const at::Tensor& t5, int64_t rows, int64_t columns) const;
 
-  // pooled: [1, pooled_dim]. `guidance` is ignored by models without a guidance embedding.
+  // pooled: [1, pooled_dim], in either place. `guidance` is ignored by models without a guidance embedding.
   FluxConditioning PrepareConditioning(const WeightView& w, const at::Tensor& pooled, double guidance) const;
 
   // The input of all modulations, [1, dim], at noise level `sigma`; SiLU applied.

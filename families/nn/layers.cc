@@ -75,7 +75,8 @@ Embedding Embedding::Describe(ComponentLayout& layout, const std::string& name, 
 }
 
 at::Tensor Embedding::operator()(const WeightView& w, const at::Tensor& ids) const {
-  return at::embedding(w.Stored(weight), ids).to(w.compute_type());
+  const at::Tensor& table = w.Stored(weight);
+  return at::embedding(table, ids.to(table.device())).to(w.compute_type());
 }
 
 at::Tensor ActivateInPlace(Activation kind, at::Tensor x) {
@@ -96,11 +97,11 @@ at::Tensor ActivateInPlace(Activation kind, at::Tensor x) {
 }
 
 void GeluTanhTo(at::Tensor out, const at::Tensor& x) {
-  const bool own_kernel = x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous() &&
+  const bool own_kernel = x.is_cpu() && out.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous() &&
                           out.stride(-1) == 1 && out.numel() > 0 &&
                           (out.is_contiguous() || (out.dim() == 3 && out.size(0) == 1));
   if (!own_kernel) {
-    at::gelu_out(out, x, "tanh");
+    GeluTanhComposed(out, x);
     return;
   }
   const int64_t width = x.size(-1), rows = x.numel() / width;
@@ -112,6 +113,8 @@ void GeluTanhTo(at::Tensor out, const at::Tensor& x) {
     for (int64_t row = begin; row < end; ++row) GeluTanhKernel(from + row * width, to + row * stride, width);
   });
 }
+
+void GeluTanhComposed(at::Tensor out, const at::Tensor& x) { at::gelu_out(out, x, "tanh"); }
 
 at::Tensor FeedForward::operator()(const WeightView& w, const at::Tensor& x) const {
   return out(w, ActivateInPlace(activation, in(w, x)));
@@ -126,10 +129,11 @@ at::Tensor EmbedderMlp::operator()(const WeightView& w, const at::Tensor& x) con
   return linear_2(w, ActivateInPlace(Activation::kSilu, linear_1(w, x)));
 }
 
-at::Tensor SinusoidalEmbedding(float value, int64_t dim, double max_period) {
+at::Tensor SinusoidalEmbedding(float value, int64_t dim, at::Device device, double max_period) {
   const int64_t half = dim / 2;
-  at::Tensor angles =
-      at::arange(half, at::kFloat).mul_(-std::log(max_period)).div_(static_cast<double>(half));
+  at::Tensor angles = at::arange(half, at::TensorOptions(at::kFloat).device(device))
+                          .mul_(-std::log(max_period))
+                          .div_(static_cast<double>(half));
   angles = angles.exp_().mul_(value).unsqueeze_(0);
   return at::cat({angles.cos(), angles.sin()}, -1);
 }

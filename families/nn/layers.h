@@ -7,7 +7,8 @@
 //   at::Tensor q = to_q(view, x);                                  // x [batch, tokens, 3072]
 //
 // Immutable after Describe, so one network is called from any number of threads, each with a view of its
-// own. Activations are in the view's compute type. Shape errors are bugs and end in a c10::Error.
+// own. Activations are in the view's compute type and on its device. Shape errors, and tensors on another
+// device, are bugs and end in a c10::Error.
 #ifndef LATENTD_FAMILIES_NN_LAYERS_H_
 #define LATENTD_FAMILIES_NN_LAYERS_H_
 
@@ -65,7 +66,8 @@ struct GroupNorm {
   at::Tensor operator()(const WeightView& w, const at::Tensor& x) const;
 };
 
-// Rows of a table: ids int64 [...] → [..., dim]. Takes the rows first and converts what it took.
+// Rows of a table: ids int64 [...] → [..., dim]. Takes the rows first and converts what it took. `ids` may be
+// in host memory, where they are made.
 struct Embedding {
   Slot weight;
   static Embedding Describe(ComponentLayout& layout, const std::string& name, int64_t count, int64_t dim);
@@ -77,8 +79,10 @@ enum class Activation { kGeluTanh, kGeluErf, kQuickGelu, kRelu, kSilu };
 // Applies `kind`; may overwrite `x` and return it. Quick GELU is x·sigmoid(1.702x).
 at::Tensor ActivateInPlace(Activation kind, at::Tensor x);
 
-// out = gelu_tanh(x). `out` has x's shape and may be a slice of wider rows.
+// out = gelu_tanh(x). `out` has x's shape and may be a slice of wider rows. A kernel of our own in host
+// memory; GeluTanhComposed, which is ATen's, elsewhere.
 void GeluTanhTo(at::Tensor out, const at::Tensor& x);
+void GeluTanhComposed(at::Tensor out, const at::Tensor& x);
 
 // out(act(in(x))).
 struct FeedForward {
@@ -94,9 +98,9 @@ struct EmbedderMlp {
   at::Tensor operator()(const WeightView& w, const at::Tensor& x) const;
 };
 
-// [cos(v·f_i) | sin(v·f_i)] with f_i = max_period^(−i/half), i < half = dim/2, in fp32. v: a number. → [1,
-// dim].
-at::Tensor SinusoidalEmbedding(float value, int64_t dim, double max_period = 10000);
+// [cos(v·f_i) | sin(v·f_i)] with f_i = max_period^(−i/half), i < half = dim/2, in fp32, computed on `device`.
+// v: a number. → [1, dim].
+at::Tensor SinusoidalEmbedding(float value, int64_t dim, at::Device device, double max_period = 10000);
 
 // softmax(q·kᵀ · scale + bias)·v. q, k, v: [batch, tokens, heads, head_dim]; `bias`, where defined, is added
 // to the scores, [1 or batch, heads, tokens, tokens]. → [batch, tokens, heads · head_dim].

@@ -20,9 +20,70 @@ double RelativeError(const at::Tensor& a, const at::Tensor& b) {
   return difference.item<double>() / b.to(at::kDouble).abs().max().item<double>();
 }
 
+// The largest difference as a share of |x|: what an activation adds to its input's own rounding.
+double ErrorPerInput(const at::Tensor& y, const at::Tensor& expected, const at::Tensor& x) {
+  const at::Tensor difference = (y.to(at::kDouble) - expected.to(at::kDouble)).abs();
+  return (difference / x.to(at::kDouble).abs().clamp_min(1e-30)).max().item<double>();
+}
+
 at::Tensor GeluTanhFormula(const at::Tensor& x) {
   const at::Tensor v = x.to(at::kDouble);
   return v * 0.5 * (1 + at::tanh((v + v.pow(3) * 0.044715) * std::sqrt(2 / std::numbers::pi)));
+}
+
+TEST(LayersTest, GeluTanhIsTheFormulaBothWays) {
+  const at::Tensor x = at::linspace(-12, 12, 1 << 16, at::kFloat).view({1, 64, 1024});
+  const at::Tensor expected = GeluTanhFormula(x);
+  // Into a slice of wider rows, as a single block does it.
+  const at::Tensor room = at::full({1, 64, 1100}, 7.0f), room_composed = at::full({1, 64, 1100}, 7.0f);
+  GeluTanhTo(room.narrow(2, 76, 1024), x);
+  GeluTanhComposed(room_composed.narrow(2, 76, 1024), x);
+  const at::Tensor own = room.narrow(2, 76, 1024), composed = room_composed.narrow(2, 76, 1024);
+  EXPECT_LE(ErrorPerInput(own, expected, x), 1e-6);
+  EXPECT_LE(ErrorPerInput(composed, expected, x), 1e-6);
+  EXPECT_LE(ErrorPerInput(own, composed, x), 1e-6);
+  for (const at::Tensor& r : {room, room_composed}) EXPECT_TRUE(r.narrow(2, 0, 76).eq(7).all().item<bool>());
+  // In place, as an MLP does it.
+  const at::Tensor in_place = x.clone();
+  GeluTanhComposed(in_place, in_place);
+  EXPECT_TRUE(at::equal(in_place, composed.contiguous()));
+}
+
+TEST(LayersTest, NormAndTurnIsTheFormulaBothWays) {
+  at::manual_seed(3);
+  constexpr int64_t kText = 5, kTokens = 12, kHeads = 3;
+  constexpr double kEps = 1e-6;
+  for (const std::vector<int64_t>& axes : {std::vector<int64_t>{16, 56, 56}, {2, 2, 2}}) {
+    const int64_t dim = axes[0] + axes[1] + axes[2];
+    const at::Tensor positions = at::randint(0, 64, {kTokens, 3}, at::kLong).to(at::kFloat);
+    const at::Tensor table = RopeTable(positions, axes);
+    const at::Tensor x = at::randn({1, kTokens, kHeads * dim}) * 3, weight = at::randn({dim});
+
+    std::vector<at::Tensor> angles;
+    for (size_t axis = 0; axis < axes.size(); ++axis) {
+      const at::Tensor j = at::arange(0, axes[axis], 2, at::kDouble);
+      angles.push_back(at::outer(positions.select(1, static_cast<int64_t>(axis)).to(at::kDouble),
+                                 at::exp(j * (-std::log(10000.0) / static_cast<double>(axes[axis])))));
+    }
+    const at::Tensor angle = at::cat(angles, 1).unsqueeze(1);
+    at::Tensor v = x.to(at::kDouble).view({1, kTokens, kHeads, dim});
+    v = v * at::rsqrt(v.pow(2).mean(-1, true) + kEps) * weight.to(at::kDouble);
+    const at::Tensor a = v.slice(3, 0, dim, 2), b = v.slice(3, 1, dim, 2);
+    const at::Tensor expected =
+        at::stack({a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()}, -1).flatten(3);
+
+    // Into part of a longer sequence, as the two sides of a double block do it.
+    const at::Tensor room = at::zeros({1, kText + kTokens, kHeads, dim}),
+                     room_composed = at::zeros_like(room);
+    const at::Tensor own = room.narrow(1, kText, kTokens), composed = room_composed.narrow(1, kText, kTokens);
+    NormRopeTo(own, x, weight, kEps, table);
+    NormRopeComposed(composed, x, weight, kEps, table);
+    EXPECT_LE(RelativeError(own, expected), 1e-6) << dim;
+    EXPECT_LE(RelativeError(composed, expected), 1e-6) << dim;
+    EXPECT_LE(RelativeError(own, composed), 1e-6) << dim;
+    for (const at::Tensor& r : {room, room_composed})
+      EXPECT_TRUE(r.narrow(1, 0, kText).eq(0).all().item<bool>());
+  }
 }
 
 }  // namespace

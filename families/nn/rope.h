@@ -14,14 +14,17 @@
 namespace latentd {
 
 // cos + i·sin of every angle, complex64 [tokens, 1, head_dim / 2]. `positions`: fp32 or int64 [tokens, axes];
-// `axes`: channels per axis, even, summing to head_dim. Angles are computed in fp64: position ·
-// theta^(−2j/d).
+// `axes`: channels per axis, even, summing to head_dim. Angles are computed in fp64, where the positions are:
+// position · theta^(−2j/d).
 at::Tensor RopeTable(const at::Tensor& positions, const std::vector<int64_t>& axes, double theta = 10000);
 
 // What queries and keys go through: RMS norm of every head, then the turn by `table`.
 // x: [1, tokens, heads · head_dim] fp32; weight: [head_dim]; out: [1, tokens, heads, head_dim], contiguous.
+// One pass in host memory; elsewhere NormRopeComposed, the same out of ATen's operators.
 void NormRopeTo(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, double eps,
                 const at::Tensor& table);
+void NormRopeComposed(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, double eps,
+                      const at::Tensor& table);
 
 }  // namespace latentd
 

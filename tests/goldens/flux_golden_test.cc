@@ -133,6 +133,9 @@ GenerateParams Params(const Golden& golden) {
 
 void CheckRun(const std::string& name, const Golden& golden, const Pipeline& pipeline) {
   const RunResult result = Generate(pipeline, Params(golden));
+  for (const auto& [key, tensor] : result.conditioning) {
+    EXPECT_TRUE(tensor.is_cpu() && tensor.is_contiguous()) << key;
+  }
   EXPECT_LE(Report(name + " t5", RelativeError(result.conditioning.at("t5"), golden["t5"])), kBlockTolerance);
   EXPECT_LE(Report(name + " pooled", RelativeError(result.conditioning.at("pooled"), golden["pooled"])),
             kBlockTolerance);

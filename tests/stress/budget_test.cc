@@ -1,5 +1,5 @@
-// The failure that the project starts from, on the whole server: a LoRA in use on one device while another device
-// needs memory.
+// The failure that the project starts from, on the whole server: a LoRA in use on one device while another
+// device needs memory.
 #include <atomic>
 #include <thread>
 
@@ -36,9 +36,11 @@ class Sampler {
       const CacheStats stats = server_->stats();
       ++samples_;
       if (stats.ram.in_use_bytes + stats.ram.reserved_bytes > stats.ram.cap_bytes) {
-        wrong_ = absl::StrCat("the budget is over its cap: ", stats.ram.in_use_bytes, " + ", stats.ram.reserved_bytes);
+        wrong_ = absl::StrCat("the budget is over its cap: ", stats.ram.in_use_bytes, " + ",
+                              stats.ram.reserved_bytes);
       }
-      if (stats.unaccounted_bytes() != 0) wrong_ = absl::StrCat(stats.unaccounted_bytes(), " bytes are unaccounted for");
+      if (stats.unaccounted_bytes() != 0)
+        wrong_ = absl::StrCat(stats.unaccounted_bytes(), " bytes are unaccounted for");
       bool there = false;
       for (const RecordStats& record : stats.records) there |= IsLora(record.key);
       if (!there) ++lora_was_missing_;
@@ -113,7 +115,8 @@ TEST_P(LoraInUseTest, IsNeverEvictedWhileAnotherDeviceLoadsInALoop) {
   int64_t pictures = 0;
   for (int i = 0; i < 20; ++i) {
     // Another prompt each time, so that the encoders are needed too.
-    const Outcome outcome = session.Denoise(SmallJob(absl::StrCat("a red circle on blue", i == 0 ? "" : " "), 7));
+    const Outcome outcome =
+        session.Denoise(SmallJob(absl::StrCat("a red circle on blue", i == 0 ? "" : " "), 7));
     if (outcome.status.ok()) {
       ++pictures;
       EXPECT_EQ(outcome.sha256.at(0), expected);
@@ -164,8 +167,10 @@ TEST(PatchWithoutAHandle, IsChargedWhileItIsUsed) {
   specs[0].patch = *patch;
   auto overlay = LayerPatcher::Apply(handle.As<WeightSet>(), *(*model)->component("transformer").patch_target,
                                      std::move(specs),
-                                     {.device = core.devices[0].get(), .cache = core.cache.get(),
-                                      .component = request.key, .owner = "test"});
+                                     {.device = core.devices[0].get(),
+                                      .cache = core.cache.get(),
+                                      .component = request.key,
+                                      .owner = "test"});
   ASSERT_TRUE(overlay.ok()) << overlay.status();
   const int64_t bytes = (*patch)->bytes();
   std::weak_ptr<const ModelPatch> alive = *patch;
@@ -195,7 +200,8 @@ TEST(HandlesOfARun, MayEndInEveryOrder) {
     for (const PatchMode mode : {PatchMode::kDirect, PatchMode::kSidecar}) {
       LockHandle session = *core.cache->Lock(lora.key, lora.loader, {.owner = "session"});
       LockHandle component = *core.cache->Lock(request.key, request.loader, {.owner = "session"});
-      DeviceLock device = *core.cache->LockOnDevice(component, *core.devices[0], {.owner = "session", .working_bytes = 1000});
+      DeviceLock device =
+          *core.cache->LockOnDevice(component, *core.devices[0], {.owner = "session", .working_bytes = 1000});
       std::vector<PatchSpec> specs(1);
       specs[0].name = "dusk";
       specs[0].handle = session.Share();
@@ -203,7 +209,10 @@ TEST(HandlesOfARun, MayEndInEveryOrder) {
       specs[0].patch = std::static_pointer_cast<const ModelPatch>(specs[0].residency.resource());
       std::shared_ptr<const Overlay> overlay = *LayerPatcher::Apply(
           component.As<WeightSet>(), *model->component("transformer").patch_target, std::move(specs),
-          {.mode = mode, .device = core.devices[0].get(), .cache = core.cache.get(), .component = request.key,
+          {.mode = mode,
+           .device = core.devices[0].get(),
+           .cache = core.cache.get(),
+           .component = request.key,
            .owner = "session"});
       for (int what : order) {
         core.cache->Trim(MemoryBudget::kUnlimited);

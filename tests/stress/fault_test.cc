@@ -1,5 +1,6 @@
-// Everything that can fail fails once, at every place where it is done in a run with a LoRA: an error with a reason
-// (or a picture, where there was another way), nothing left behind, and the next run gives the same picture.
+// Everything that can fail fails once, at every place where it is done in a run with a LoRA: an error with a
+// reason (or a picture, where there was another way), nothing left behind, and the next run gives the same
+// picture.
 #include <atomic>
 #include <map>
 
@@ -40,7 +41,8 @@ class FaultTest : public testing::TestWithParam<Variant> {
                const std::function<void()>& arm, const std::function<bool()>& disarm) {
     server.core().cache->Trim(MemoryBudget::kUnlimited);
     arm();
-    const Outcome outcome = server.Generate(SmallJob(), {Lora("dusk", 0.75), Lora("checker")}, GetParam().mode);
+    const Outcome outcome =
+        server.Generate(SmallJob(), {Lora("dusk", 0.75), Lora("checker")}, GetParam().mode);
     const bool reached = disarm();
     if (outcome.status.ok()) {
       EXPECT_EQ(outcome.sha256.at(0), expected) << what;
@@ -82,12 +84,14 @@ TEST_P(FaultTest, EveryPromiseAllocationCopyAndReadFailsOnce) {
                                                     {FaultPoint::kOpen, "file opened"},
                                                     {FaultPoint::kRead, "tensor read"}};
   for (const auto& [point, name] : points) {
-    // All of them for the first variant. For the others, whose hundreds of tensors fail in the same lines, some.
+    // All of them for the first variant. For the others, whose hundreds of tensors fail in the same lines,
+    // some.
     int64_t n = 1;
     for (int64_t stride = 1;; n += stride) {
       if (n > 40 && std::string(GetParam().residency) + GetParam().device != "autosim:0=64MiB") stride = 13;
-      const bool reached = RunOnce(server, absl::StrCat(name, " ", n), good.sha256.at(0),
-                                   [&, p = point] { FaultInjector::Arm(p, n); }, FaultInjector::Disarm);
+      const bool reached = RunOnce(
+          server, absl::StrCat(name, " ", n), good.sha256.at(0), [&, p = point] { FaultInjector::Arm(p, n); },
+          FaultInjector::Disarm);
       if (HasFailure() || !reached) break;
     }
     Report(absl::StrCat(GetParam().name, ", ", name), n - 1);
@@ -116,7 +120,9 @@ class FailingAllocator : public c10::Allocator {
     return real_->allocate(bytes);
   }
   c10::DeleterFnPtr raw_deleter() const override { return real_->raw_deleter(); }
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
 
  private:
   c10::Allocator* const real_ = c10::GetDefaultCPUAllocator();
@@ -131,19 +137,20 @@ TEST_P(FaultTest, TensorMemoryRunsOut) {
   int64_t n = 1, runs = 0;
   for (;; n += n < 20 ? 1 : 41) {
     ++runs;
-    const bool reached = RunOnce(server, absl::StrCat("tensor ", n), good.sha256.at(0),
-                                 [&] { FailingAllocator::Get().Arm(n); },
-                                 [] { return FailingAllocator::Get().Disarm(); });
+    const bool reached = RunOnce(
+        server, absl::StrCat("tensor ", n), good.sha256.at(0), [&] { FailingAllocator::Get().Arm(n); },
+        [] { return FailingAllocator::Get().Disarm(); });
     if (HasFailure() || !reached) break;
   }
   Report(absl::StrCat(GetParam().name, ", every so many-th tensor of ", n, ", of which failed"), runs - 1);
   EXPECT_GT(n, 500);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, FaultTest,
-                         testing::Values(Variant{"resident on sim", "sim:0=64MiB", "auto", v1::PATCH_MODE_SIDECAR},
-                                         Variant{"streamed, merged", "sim:0=64MiB", "stream", v1::PATCH_MODE_DIRECT},
-                                         Variant{"cpu, merged", "cpu", "auto", v1::PATCH_MODE_DIRECT}));
+INSTANTIATE_TEST_SUITE_P(
+    All, FaultTest,
+    testing::Values(Variant{"resident on sim", "sim:0=64MiB", "auto", v1::PATCH_MODE_SIDECAR},
+                    Variant{"streamed, merged", "sim:0=64MiB", "stream", v1::PATCH_MODE_DIRECT},
+                    Variant{"cpu, merged", "cpu", "auto", v1::PATCH_MODE_DIRECT}));
 
 TEST(DeviceFaults, ALostDeviceEndsItsSessionsAndLeavesTheOtherAlone) {
   InProcessServer server(InProcessServer::DefaultConfig({"sim:0=64MiB", "sim:1=64MiB"}));

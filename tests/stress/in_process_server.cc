@@ -214,20 +214,24 @@ std::string InProcessServer::WhatIsNotAtRest() const {
   const CacheStats stats = core_->cache->Stats();
   std::string text;
   for (const RecordStats& record : stats.records) {
-    if (record.lock_count > 0) absl::StrAppend(&text, record.key.ToString(), " is locked by ", record.holders[0], "; ");
+    if (record.lock_count > 0)
+      absl::StrAppend(&text, record.key.ToString(), " is locked by ", record.holders[0], "; ");
     if (record.stale) absl::StrAppend(&text, record.key.ToString(), " is stale; ");
   }
-  if (stats.ram.reserved_bytes != 0) absl::StrAppend(&text, stats.ram.reserved_bytes, " bytes of ram are promised; ");
-  if (stats.unaccounted_bytes() != 0) absl::StrAppend(&text, stats.unaccounted_bytes(), " bytes are unaccounted for; ");
+  if (stats.ram.reserved_bytes != 0)
+    absl::StrAppend(&text, stats.ram.reserved_bytes, " bytes of ram are promised; ");
+  if (stats.unaccounted_bytes() != 0)
+    absl::StrAppend(&text, stats.unaccounted_bytes(), " bytes are unaccounted for; ");
   if (stats.leaving_bytes != 0) absl::StrAppend(&text, stats.leaving_bytes, " bytes do not leave; ");
   if (stats.ram.waiting != 0) absl::StrAppend(&text, "somebody waits for ram; ");
   for (const auto& [name, device] : stats.devices) {
     if (device.budget.reserved_bytes != 0) {
       absl::StrAppend(&text, device.budget.reserved_bytes, " bytes of ", name, " are promised; ");
     }
-    if (device.budget.in_use_bytes != device.residency_bytes || device.allocated_bytes != device.residency_bytes) {
-      absl::StrAppend(&text, name, " has ", device.budget.in_use_bytes, " bytes in use and ", device.allocated_bytes,
-                      " allocated, records have ", device.residency_bytes, "; ");
+    if (device.budget.in_use_bytes != device.residency_bytes ||
+        device.allocated_bytes != device.residency_bytes) {
+      absl::StrAppend(&text, name, " has ", device.budget.in_use_bytes, " bytes in use and ",
+                      device.allocated_bytes, " allocated, records have ", device.residency_bytes, "; ");
     }
   }
   return text;
@@ -238,7 +242,8 @@ ModelCopies::ModelCopies(const std::vector<std::string>& names) {
   std::string pattern = (fs::temp_directory_path() / "latentd-models-XXXXXX").string();
   root_ = mkdtemp(pattern.data());
   for (const std::string& name : names) {
-    fs::copy(absl::StrCat(kDemo, "/models/", kDemoModel), fs::path(root_) / name, fs::copy_options::recursive);
+    fs::copy(absl::StrCat(kDemo, "/models/", kDemoModel), fs::path(root_) / name,
+             fs::copy_options::recursive);
   }
 }
 

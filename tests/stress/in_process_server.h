@@ -1,6 +1,6 @@
-// The whole server but for gRPC, in the test's own process: where devices can be told to fail, the budget can be
-// watched from inside, and a run takes a tenth of a second. It serves the demo model, and copies of it under other
-// names.
+// The whole server but for gRPC, in the test's own process: where devices can be told to fail, the budget can
+// be watched from inside, and a run takes a tenth of a second. It serves the demo model, and copies of it
+// under other names.
 #ifndef LATENTD_TESTS_STRESS_IN_PROCESS_SERVER_H_
 #define LATENTD_TESTS_STRESS_IN_PROCESS_SERVER_H_
 

@@ -29,8 +29,8 @@ std::set<std::string> Keys(const CacheStats& stats) {
 }
 
 // Plans a job, runs it, and compares.
-void PlanAndRun(InProcessServer& server, const v1::GenerateParams& params, const std::vector<v1::LoraRef>& loras,
-                const std::string& model = kDemoModel) {
+void PlanAndRun(InProcessServer& server, const v1::GenerateParams& params,
+                const std::vector<v1::LoraRef>& loras, const std::string& model = kDemoModel) {
   const CacheStats before = server.stats();
   const auto plan = PlanJob(server.core(), RequestFor(params, loras, model));
   ASSERT_TRUE(plan.ok()) << plan.status();
@@ -64,7 +64,8 @@ void PlanAndRun(InProcessServer& server, const v1::GenerateParams& params, const
   for (const auto& eviction : plan->evictions()) {
     if (eviction.device().empty()) planned_evictions.insert(eviction.key());
   }
-  const auto evicted = static_cast<size_t>(after.evicted(EvictReason::kRoom) - before.evicted(EvictReason::kRoom));
+  const auto evicted =
+      static_cast<size_t>(after.evicted(EvictReason::kRoom) - before.evicted(EvictReason::kRoom));
   for (size_t i = after.recent_evictions.size() - evicted; i < after.recent_evictions.size(); ++i) {
     evictions.insert(after.recent_evictions[i].key.ToString());
   }
@@ -117,7 +118,8 @@ TEST(Plan, SaysWhatIsEvictedAndStreamed) {
   server.core().ram->set_cap(server.stats().ram.peak_bytes + (1 << 20));
   for (int i = 0; i < 6; ++i) {
     SCOPED_TRACE(i);
-    PlanAndRun(server, SmallJob("a red circle", static_cast<uint64_t>(i)), {Lora("dusk")}, i % 2 == 0 ? kDemoModel : "other");
+    PlanAndRun(server, SmallJob("a red circle", static_cast<uint64_t>(i)), {Lora("dusk")},
+               i % 2 == 0 ? kDemoModel : "other");
   }
   EXPECT_GT(server.stats().evicted(EvictReason::kRoom), 0);
   EXPECT_GT(server.stats().devices.at("sim:0").offloads, 0);
@@ -147,7 +149,8 @@ TEST(Plan, KnowsOfTiles) {
   const v1::PhaseReport& real = outcome.done.phases(outcome.done.phases_size() - 1);
   EXPECT_TRUE(real.tiled());
   EXPECT_EQ(real.working_bytes(), planned.working_bytes());
-  EXPECT_EQ(real.resident_bytes(), real.full_bytes()) << "streaming does not help where activations are too large";
+  EXPECT_EQ(real.resident_bytes(), real.full_bytes())
+      << "streaming does not help where activations are too large";
 }
 
 TEST(Plan, SaysWhyAJobDoesNotFit) {
@@ -168,7 +171,8 @@ TEST(Plan, SaysWhyAJobDoesNotFit) {
   InProcessServer roomy(InProcessServer::DefaultConfig({"cpu"}));
   ASSERT_TRUE(roomy.Generate(SmallJob()).status.ok());
   roomy.core().cache->Trim(MemoryBudget::kUnlimited);
-  auto held = roomy.core().ram->Reserve({.bytes = roomy.core().ram->stats().cap_bytes - 100, .owner = "somebody"});
+  auto held =
+      roomy.core().ram->Reserve({.bytes = roomy.core().ram->stats().cap_bytes - 100, .owner = "somebody"});
   const auto blocked = PlanJob(roomy.core(), RequestFor(SmallJob(), {}));
   EXPECT_FALSE(blocked->fits());
   EXPECT_EQ(ErrorReason(FromRpcStatus(blocked->reason())), "BUDGET_EXHAUSTED");
@@ -179,8 +183,10 @@ TEST(Plan, RefusesWhatGenerateRefuses) {
   v1::GenerateParams wrong = SmallJob();
   wrong.set_width(13);
   EXPECT_EQ(ErrorReason(PlanJob(server.core(), RequestFor(wrong, {})).status()), "INVALID_FIELD");
-  EXPECT_EQ(ErrorReason(PlanJob(server.core(), RequestFor(SmallJob(), {Lora("nothing")})).status()), "LORA_NOT_FOUND");
-  EXPECT_EQ(ErrorReason(PlanJob(server.core(), RequestFor(SmallJob(), {}, "nothing")).status()), "MODEL_NOT_FOUND");
+  EXPECT_EQ(ErrorReason(PlanJob(server.core(), RequestFor(SmallJob(), {Lora("nothing")})).status()),
+            "LORA_NOT_FOUND");
+  EXPECT_EQ(ErrorReason(PlanJob(server.core(), RequestFor(SmallJob(), {}, "nothing")).status()),
+            "MODEL_NOT_FOUND");
   EXPECT_EQ(ErrorReason(PlanJob(server.core(), RequestFor(SmallJob(), {}, "")).status()), "INVALID_FIELD");
 }
 

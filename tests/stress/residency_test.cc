@@ -47,7 +47,8 @@ class SameBytesTest : public testing::TestWithParam<v1::PatchMode> {
     return true;
   }
   // The smallest value from `low` (does not work) to `high` (works) that works, to `step`.
-  static int64_t Smallest(int64_t low, int64_t high, int64_t step, const std::function<bool(int64_t)>& works) {
+  static int64_t Smallest(int64_t low, int64_t high, int64_t step,
+                          const std::function<bool(int64_t)>& works) {
     while (high - low > step) {
       const int64_t middle = low + (high - low) / 2;
       (works(middle) ? high : low) = middle;
@@ -72,7 +73,8 @@ TEST_P(SameBytesTest, WhateverTheMemoryLooksLike) {
     ASSERT_TRUE(outcome.status.ok()) << outcome.status;
     EXPECT_EQ(outcome.sha256[0], expected);
     bool streams = false;
-    for (const v1::PhaseReport& phase : outcome.done.phases()) streams |= phase.resident_bytes() < phase.full_bytes();
+    for (const v1::PhaseReport& phase : outcome.done.phases())
+      streams |= phase.resident_bytes() < phase.full_bytes();
     EXPECT_TRUE(streams);
   }
 
@@ -106,7 +108,8 @@ TEST_P(SameBytesTest, WhateverTheMemoryLooksLike) {
   EXPECT_TRUE(session.End().ok());
   EXPECT_EQ(server.WhatIsNotAtRest(), "");
 }
-INSTANTIATE_TEST_SUITE_P(Modes, SameBytesTest, testing::Values(v1::PATCH_MODE_DIRECT, v1::PATCH_MODE_SIDECAR));
+INSTANTIATE_TEST_SUITE_P(Modes, SameBytesTest,
+                         testing::Values(v1::PATCH_MODE_DIRECT, v1::PATCH_MODE_SIDECAR));
 
 std::vector<Measure::Measure> Measures(const Outcome& outcome) {
   std::vector<Measure::Measure> measures;
@@ -234,7 +237,8 @@ TEST(MeasuredWorkingMemory, ReplacesTheEstimateAndSurvivesARestart) {
     EXPECT_GT(phase.working_peak_bytes(), 0) << component;
     EXPECT_LE(phase.working_peak_bytes(), phase.working_bytes()) << component << ": the estimate was too low";
     EXPECT_GE(second[component].working_bytes(), phase.working_peak_bytes()) << component;
-    EXPECT_LT(second[component].working_bytes(), phase.working_bytes()) << component << ": still the estimate";
+    EXPECT_LT(second[component].working_bytes(), phase.working_bytes())
+        << component << ": still the estimate";
     EXPECT_EQ(restarted[component].working_bytes(), second[component].working_bytes()) << component;
     EXPECT_EQ(restarted[component].working_peak_bytes(), 0) << component << ": measured again for no reason";
   }
@@ -272,7 +276,8 @@ TEST(CachedConditioning, SavesTheEncodersAndDependsOnAllThatMatters) {
   shorter.set_max_sequence_length(32);
   EXPECT_EQ(cached(server.Generate(shorter)), 1) << "only the long encoder looks at that";
   EXPECT_EQ(cached(server.Generate(SmallJob("a red circle on blu", 7))), 0);
-  EXPECT_EQ(cached(server.Generate(SmallJob("a red circle on blue", 8))), 2) << "the seed is not the prompt's";
+  EXPECT_EQ(cached(server.Generate(SmallJob("a red circle on blue", 8))), 2)
+      << "the seed is not the prompt's";
   for (const RecordStats& record : server.stats().records) {
     EXPECT_FALSE(absl::StrContains(record.key.ToString(), "circle")) << "prompts are not shown";
   }
@@ -294,8 +299,9 @@ TEST(MergedWeights, AreOneRecordForAllWhoAskForTheSameSet) {
   EXPECT_EQ(server.Generate(SmallJob(), turned, v1::PATCH_MODE_DIRECT).sha256, first.sha256);
   EXPECT_EQ(merged(), records);
   EXPECT_EQ(server.stats().misses, misses);
-  EXPECT_NE(server.Generate(SmallJob(), {Lora("dusk", 0.5), Lora("checker", 0.81)}, v1::PATCH_MODE_DIRECT).sha256,
-            first.sha256);
+  EXPECT_NE(
+      server.Generate(SmallJob(), {Lora("dusk", 0.5), Lora("checker", 0.81)}, v1::PATCH_MODE_DIRECT).sha256,
+      first.sha256);
   EXPECT_GT(merged(), records);
   // What was made from a LoRA goes with it.
   const LockRequest lora = *server.core().catalog->Lora("dusk")->Request();
@@ -336,7 +342,8 @@ TEST(Placement, ASessionGoesWhereItsModelIs) {
   for (int i = 0; i < 3; ++i) {
     const Outcome outcome = server.Generate(SmallJob());
     ASSERT_TRUE(outcome.status.ok());
-    for (const v1::PhaseReport& phase : outcome.done.phases()) EXPECT_EQ(phase.device(), phase.cached() ? "" : "sim:1");
+    for (const v1::PhaseReport& phase : outcome.done.phases())
+      EXPECT_EQ(phase.device(), phase.cached() ? "" : "sim:1");
   }
   ASSERT_TRUE(server.core().pins->Unload(kDemoModel).ok());
 }

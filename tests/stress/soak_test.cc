@@ -45,8 +45,8 @@ TEST(Soak, TwoHundredAlternatingRunsOfTwoModelsOverACapThatFitsOne) {
   const std::string expected = server.Generate(SmallJob(), {Lora("dusk")}).sha256.at(0);
   std::vector<int64_t> resident;
   for (int i = 0; i < 200; ++i) {
-    const Outcome outcome = server.Generate(SmallJob(), {Lora("dusk")}, i % 4 < 2 ? v1::PATCH_MODE_SIDECAR : v1::PATCH_MODE_AUTO,
-                                            models[i % 2]);
+    const Outcome outcome = server.Generate(
+        SmallJob(), {Lora("dusk")}, i % 4 < 2 ? v1::PATCH_MODE_SIDECAR : v1::PATCH_MODE_AUTO, models[i % 2]);
     ASSERT_TRUE(outcome.status.ok()) << i << ": " << outcome.status;
     ASSERT_EQ(outcome.sha256.at(0), expected) << i;
     resident.push_back(ResidentBytes());
@@ -56,8 +56,8 @@ TEST(Soak, TwoHundredAlternatingRunsOfTwoModelsOverACapThatFitsOne) {
   // The first runs fill the heap's pools.
   const std::vector<int64_t> later(resident.begin() + 50, resident.end());
   const double slope = Slope(later);
-  std::cout << "resident " << later.front() / 1024 << " KiB → " << later.back() / 1024 << " KiB, slope " << slope
-            << " bytes per run\n";
+  std::cout << "resident " << later.front() / 1024 << " KiB → " << later.back() / 1024 << " KiB, slope "
+            << slope << " bytes per run\n";
   // One leaked LoRA or conditioning per run would be 16 KiB and more.
   EXPECT_LT(slope, 8192);
   server.core().cache->Trim(MemoryBudget::kUnlimited);
