@@ -174,8 +174,8 @@ InProcessServer::Session InProcessServer::Open(const std::vector<v1::LoraRef>& l
   return session;
 }
 
-absl::Status InProcessServer::Session::SetLoras(const std::vector<v1::LoraRef>& loras) {
-  scope_->SetLoras("", loras, v1::PATCH_MODE_UNSPECIFIED);
+absl::Status InProcessServer::Session::SetLoras(const std::vector<v1::LoraRef>& loras, v1::PatchMode mode) {
+  scope_->SetLoras("", loras, mode);
   return client_->WaitForAnswer();
 }
 

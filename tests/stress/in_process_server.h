@@ -53,7 +53,8 @@ class InProcessServer {
     Session(Session&&) = default;
     ~Session();
     const absl::Status& opened() const { return opened_; }
-    absl::Status SetLoras(const std::vector<v1::LoraRef>& loras);
+    absl::Status SetLoras(const std::vector<v1::LoraRef>& loras,
+                          v1::PatchMode mode = v1::PATCH_MODE_UNSPECIFIED);
     Outcome Denoise(const v1::GenerateParams& params);
     // Queues a job without waiting for it; its outcome comes from Wait, in order.
     void Send(const v1::GenerateParams& params);
