@@ -31,8 +31,11 @@ using Contributions = std::map<int32_t, std::vector<Contribution>>;
 // How a patch meets its weight.
 //   direct   added to a copy of the weight: all deltas of a tensor summed in fp32, rounded once
 //   sidecar  computed beside it at each call
-//   auto     per tensor, from the weight's storage form and the kind of layer alone: low-rank layers go
-//            sidecar. Never from what happens to be resident, so the same request gives the same bytes
+//   auto     per tensor, from the weight's storage form and the kinds of layers alone: tensors that meet nothing
+//            but plain low-rank layers go sidecar. Never from what happens to be resident, so the same request
+//            gives the same bytes
+// Only plain low-rank differences of a linear weight can be computed beside it. A tensor that meets another kind, and
+// every bias, is merged in all modes; the report counts it as direct.
 enum class PatchMode { kAuto, kDirect, kSidecar };
 
 struct ApplyOptions {
@@ -83,18 +86,22 @@ class LayerPatcher {
                                                               const ApplyOptions& options,
                                                               std::vector<PatchReport>* reports = nullptr);
 
-  // What Apply would take, without doing it: bytes of merged weights (direct) or of what is computed beside them,
-  // where `bytes_per_number` is that of the component's weights.
-  static absl::StatusOr<int64_t> OverlayBytes(const ComponentLayout& layout, double bytes_per_number,
-                                              const PatchTarget& target, std::vector<PatchSpec> specs,
-                                              const ApplyOptions& options);
-  // The record that merged weights of `specs` are. REQUIRES: all have handles.
-  static ModelKey MergedKey(const ModelKey& component, std::vector<PatchSpec>& specs);
+  // What Apply would take, without doing it, where `bytes_per_number` is that of the component's weights.
+  struct OverlaySize {
+    int64_t merged = 0;  // bytes of merged weights
+    int64_t beside = 0;  // bytes of what is computed beside them
+  };
+  static absl::StatusOr<OverlaySize> OverlayBytes(const ComponentLayout& layout, double bytes_per_number,
+                                                  const PatchTarget& target, const std::vector<PatchSpec>& specs,
+                                                  const ApplyOptions& options);
+  // The record that merged weights of `specs` are; `partly` when other tensors have patches beside them. REQUIRES:
+  // all have handles.
+  static ModelKey MergedKey(const ModelKey& component, std::vector<PatchSpec>& specs, bool partly);
 
  private:
   static absl::Status ApplyDirect(const WeightSet& weights, const PatchTarget& target,
                                   const std::vector<PatchSpec>& specs, const Contributions& contributions,
-                                  const ApplyOptions& options, Overlay& overlay);
+                                  bool partly, const ApplyOptions& options, Overlay& overlay);
   static absl::Status ApplySidecar(const WeightSet& weights, const PatchTarget& target,
                                    const Contributions& contributions, const ApplyOptions& options,
                                    Overlay& overlay);

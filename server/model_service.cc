@@ -152,9 +152,11 @@ grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerCont
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     ASSIGN_OR_RETURN(LoraFile lora, core_->catalog->Lora(request->name()));
     ASSIGN_OR_RETURN(std::shared_ptr<const ModelPatch> patch, ReadPatch(lora));
-    *response->mutable_lora() = ToProto(lora, {patch->format(), static_cast<int64_t>(patch->layers().size())});
-    for (const LoraLayer& layer : patch->layers()) {
-      ++(*response->mutable_layers_by_rank())[static_cast<int>(layer.rank())];
+    *response->mutable_lora() = ToProto(
+        lora, {.format = patch->format(), .layers = static_cast<int64_t>(patch->layers().size()), .layer_types = {}});
+    for (const PatchLayer& layer : patch->layers()) {
+      if (layer.rank() > 0) ++(*response->mutable_layers_by_rank())[static_cast<int>(layer.rank())];
+      ++(*response->mutable_layers_by_type())[layer.type];
       if (layer.has_alpha) response->set_layers_with_alpha(response->layers_with_alpha() + 1);
       if (response->sample_keys_size() < static_cast<int>(kMaxSamples)) response->add_sample_keys(layer.name);
     }
