@@ -5,6 +5,7 @@
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "patcher/patch_identity.h"
 
 namespace latentd {
 namespace {
@@ -24,7 +25,10 @@ bool IsFinite(const at::Tensor& t) {
 absl::StatusOr<PatchSummary> ModelPatch::Summarize(const WeightFiles& files) {
   const NamedShapes shapes = ShapesOf(files);
   ASSIGN_OR_RETURN(const PatchKeys keys, PatchKeys::Group(shapes));
-  PatchSummary summary{.format = keys.Format(), .layers = static_cast<int64_t>(keys.layers.size()), .layer_types = {}};
+  PatchSummary summary{.format = keys.Format(),
+                       .family = FamilyOf(keys, shapes),
+                       .layers = static_cast<int64_t>(keys.layers.size()),
+                       .layer_types = {}};
   for (const auto& [name, layer] : keys.layers) ++summary.layer_types[LayerType(layer, shapes)];
   return summary;
 }
@@ -49,6 +53,7 @@ absl::Status ModelPatch::Build(const NamedShapes& shapes, const Read& read, cons
     layers_.push_back(std::move(layer));
   }
   format_ = keys.Format();
+  family_ = FamilyOf(keys, shapes);
   ignored_ = keys.ignored;
   return absl::OkStatus();
 }

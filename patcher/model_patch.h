@@ -24,6 +24,7 @@ namespace latentd {
 // What a file's header tells of it.
 struct PatchSummary {
   std::string format;
+  std::string family;  // a guess; see patch_identity.h
   int64_t layers = 0;
   std::map<std::string, int64_t> layer_types;  // number of layers by type (LayerType in patch_keys.h)
 };
@@ -53,6 +54,8 @@ class ModelPatch : public Resource {
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   // "diffusers/PEFT", "kohya", "BFL (native names)": how the file names its layers.
   const std::string& format() const { return format_; }
+  // The architecture that it seems to be for; empty when its names do not tell.
+  const std::string& family() const { return family_; }
 
   int64_t bytes() const override { return bytes_; }
   absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device& device, const std::vector<bool>& resident,
@@ -67,7 +70,7 @@ class ModelPatch : public Resource {
 
   std::vector<PatchLayer> layers_;
   std::map<std::string, std::string> metadata_;
-  std::string format_;
+  std::string format_, family_;
   std::shared_ptr<const WeightFiles> files_;
   int64_t bytes_ = 0;
   int64_t device_bytes_ = 0;

@@ -50,8 +50,8 @@ struct Foreign {
   absl::string_view type;
 };
 constexpr Foreign kForeign[] = {
-    {".diff_m", "modulation difference"},
-    {"_norm.scale", "norm scale (control LoRA)"},
+    {".diff_m", "modulation diff"},
+    {"_norm.scale", "set scale (control LoRA)"},
     {".bm.weight", "GLoRA with a Tucker core"},
     {".lora_embedding_", "LoRA of an embedding"},
     {"unet:", "LoRA by index"},
@@ -245,13 +245,13 @@ absl::Status InvalidLayer(absl::string_view layer, absl::string_view what) {
                    {{"layer", std::string(layer)}});
 }
 
-absl::StatusOr<PatchKeys> PatchKeys::Group(const NamedShapes& tensors) {
+absl::StatusOr<PatchKeys> PatchKeys::GroupAll(const NamedShapes& tensors) {
   if (tensors.size() > kMaxKeys) {
     return MakeError(absl::StatusCode::kInvalidArgument, "INVALID_LORA",
                      absl::StrCat("more than ", kMaxKeys, " tensors: not a LoRA"));
   }
   PatchKeys result;
-  std::map<std::string, std::vector<std::string>> foreign;  // type → keys
+  auto& foreign = result.unsupported;
   for (const auto& [raw, shape] : tensors) {
     if (absl::StartsWith(raw, kIgnored)) {
       ++result.ignored;
@@ -292,8 +292,13 @@ absl::StatusOr<PatchKeys> PatchKeys::Group(const NamedShapes& tensors) {
       return InvalidLayer(raw, "appears under two adapter names; export one adapter");
     }
   }
-  if (!foreign.empty()) {
-    const auto& [type, keys] = *foreign.begin();
+  return result;
+}
+
+absl::StatusOr<PatchKeys> PatchKeys::Group(const NamedShapes& tensors) {
+  ASSIGN_OR_RETURN(PatchKeys result, GroupAll(tensors));
+  if (!result.unsupported.empty()) {
+    const auto& [type, keys] = *result.unsupported.begin();
     const std::string sample =
         absl::StrJoin(keys.begin(), keys.begin() + static_cast<ptrdiff_t>(std::min<size_t>(keys.size(), 3)), ", ");
     if (result.layers.empty() && type == "unknown") {
@@ -315,6 +320,7 @@ std::string PatchKeys::Format() const {
   auto has = [&](absl::string_view text) {
     return std::any_of(layers.begin(), layers.end(), [&](const auto& l) { return absl::StrContains(l.first, text); });
   };
+  if (layers.empty()) return "";
   const std::string& name = layers.begin()->first;
   if (has(".processor.")) return "attention processors";
   if (name.find('.') == std::string::npos) return absl::StartsWith(name, "lycoris_") ? "LyCORIS" : "kohya";

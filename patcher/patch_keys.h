@@ -36,12 +36,16 @@ struct PatchKeys {
   std::map<std::string, LayerKeys> layers;  // by name
   int64_t ignored = 0;                      // tensors that belong to no layer and are known to be harmless
   bool peft_suffix = false;                 // lora_A/lora_B
+  std::map<std::string, std::vector<std::string>> unsupported;  // type → keys of tensors that are not understood
 
-  // Errors: INVALID_ARGUMENT INVALID_LORA (no layer, too many tensors, a tensor twice); UNIMPLEMENTED
-  // UNSUPPORTED_LORA with the type and sample keys for tensors that are not understood.
+  // Errors: INVALID_ARGUMENT INVALID_LORA (too many tensors, a tensor twice).
+  static absl::StatusOr<PatchKeys> GroupAll(const NamedShapes& tensors);
+
+  // The same for a file that is to be used: all of it is understood. Errors also: INVALID_LORA (no layer);
+  // UNIMPLEMENTED UNSUPPORTED_LORA with the type and sample keys.
   static absl::StatusOr<PatchKeys> Group(const NamedShapes& tensors);
 
-  // How the file names its layers: "diffusers/PEFT", "kohya", …
+  // How the file names its layers: "diffusers/PEFT", "kohya", … Empty without layers.
   std::string Format() const;
 };
 

@@ -86,6 +86,7 @@ v1::Lora ToProto(const LoraFile& lora, const PatchSummary& summary) {
   proto.set_id(lora.id);
   proto.set_bytes(lora.bytes);
   proto.set_format(summary.format);
+  proto.set_family(summary.family);
   proto.set_layers(summary.layers);
   return proto;
 }
@@ -153,7 +154,10 @@ grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerCont
     ASSIGN_OR_RETURN(LoraFile lora, core_->catalog->Lora(request->name()));
     ASSIGN_OR_RETURN(std::shared_ptr<const ModelPatch> patch, ReadPatch(lora));
     *response->mutable_lora() = ToProto(
-        lora, {.format = patch->format(), .layers = static_cast<int64_t>(patch->layers().size()), .layer_types = {}});
+        lora, {.format = patch->format(),
+               .family = patch->family(),
+               .layers = static_cast<int64_t>(patch->layers().size()),
+               .layer_types = {}});
     for (const PatchLayer& layer : patch->layers()) {
       if (layer.rank() > 0) ++(*response->mutable_layers_by_rank())[static_cast<int>(layer.rank())];
       ++(*response->mutable_layers_by_type())[layer.type];
