@@ -99,8 +99,10 @@ absl::Status CheckShapes(const std::string& name, const PatchLayer& layer, const
     rows = std::max(rows, part.row_begin + part.rows);
     int64_t columns = 1;
     for (size_t d = 1; d < shape.size(); ++d) columns *= shape[d];
-    const bool vector = shape.size() == 1 && !std::holds_alternative<Difference>(layer.math);
-    if (layer.has_weight() && (vector || (extent.columns >= 0 && extent.columns != columns) ||
+    if (layer.has_weight() && shape.size() == 1 && !std::holds_alternative<Difference>(layer.math)) {
+      return mismatch(absl::StrCat("is for a matrix, ", weight, " is a vector"));
+    }
+    if (layer.has_weight() && ((extent.columns >= 0 && extent.columns != columns) ||
                                (extent.inputs >= 0 && (shape.size() < 2 || extent.inputs != shape[1])))) {
       return mismatch(absl::StrCat("takes ", extent.inputs >= 0 ? extent.inputs : extent.columns, " inputs, ", weight,
                                    " is [", absl::StrJoin(shape, ", "), "]"));

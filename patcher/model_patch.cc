@@ -39,10 +39,8 @@ absl::Status ModelPatch::Build(const NamedShapes& shapes, const Read& read, cons
     if (context.cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "load cancelled");
     ASSIGN_OR_RETURN(PatchLayer layer, MakeLayer(name, parts, shapes, read));
     bool finite = true;
-    layer.ForEachTensor([&](const at::Tensor& t) {
-      finite = finite && IsFinite(t);
-      bytes_ += static_cast<int64_t>(t.nbytes());
-    });
+    layer.ForEachTensor([&](const at::Tensor& t) { finite = finite && IsFinite(t); });
+    bytes_ += layer.bytes();
     if (!finite) return InvalidLayer(name, "holds a value that is not finite");
     context.Progress(bytes_, total);
     if (const LowRank* low_rank = layer.low_rank()) {

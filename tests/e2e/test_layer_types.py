@@ -80,3 +80,6 @@ def test_inspection_counts_the_types(with_mixed):
     assert dict(answer.layers_by_type) == {"LoRA+bias": 1, "LoRA+DoRA": 1, "LoKr": 1}
     assert dict(answer.layers_by_rank) == {4: 2}
     assert dict(answer.match.matched) == {"transformer": 3}
+    listed = {lora.name: lora for lora in daemon.models.ListLoras(model_pb2.ListLorasRequest()).loras}
+    assert listed[LORAS[0]].family == "FLUX.1"
+    assert listed["mixed"].layers == 3
