@@ -82,14 +82,15 @@ Slot BiasOf(const ComponentLayout& layout, Slot weight) {
 
 absl::Status LoraMismatch(const std::string& name, absl::string_view what, ErrorDetails details) {
   details["lora"] = name;
-  return MakeError(absl::StatusCode::kFailedPrecondition, "LORA_MISMATCH", absl::StrCat("LoRA ", name, " ", what),
-                   details);
+  return MakeError(absl::StatusCode::kFailedPrecondition, "LORA_MISMATCH",
+                   absl::StrCat("LoRA ", name, " ", what), details);
 }
 
-absl::Status CheckShapes(const std::string& name, const PatchLayer& layer, const std::vector<LayerPart>& parts,
-                         const ComponentLayout& layout) {
+absl::Status CheckShapes(const std::string& name, const PatchLayer& layer,
+                         const std::vector<LayerPart>& parts, const ComponentLayout& layout) {
   auto mismatch = [&](const std::string& what) {
-    return LoraMismatch(name, absl::StrCat("does not fit: layer ", layer.name, " ", what), {{"layer", layer.name}});
+    return LoraMismatch(name, absl::StrCat("does not fit: layer ", layer.name, " ", what),
+                        {{"layer", layer.name}});
   };
   const Extent extent = layer.extent();
   int64_t rows = 0;
@@ -104,8 +105,8 @@ absl::Status CheckShapes(const std::string& name, const PatchLayer& layer, const
     }
     if (layer.has_weight() && ((extent.columns >= 0 && extent.columns != columns) ||
                                (extent.inputs >= 0 && (shape.size() < 2 || extent.inputs != shape[1])))) {
-      return mismatch(absl::StrCat("takes ", extent.inputs >= 0 ? extent.inputs : extent.columns, " inputs, ", weight,
-                                   " is [", absl::StrJoin(shape, ", "), "]"));
+      return mismatch(absl::StrCat("takes ", extent.inputs >= 0 ? extent.inputs : extent.columns, " inputs, ",
+                                   weight, " is [", absl::StrJoin(shape, ", "), "]"));
     }
     if (layer.bias.defined() && !BiasOf(layout, part.weight)) {
       return mismatch(absl::StrCat("changes a bias, ", weight, " has none"));
@@ -133,8 +134,13 @@ absl::StatusOr<Contributions> Collect(const ComponentLayout& layout, const Patch
       auto parts = std::make_shared<const std::vector<LayerPart>>(resolver.Resolve(layer.name));
       if (parts->empty()) continue;
       RETURN_IF_ERROR(CheckShapes(spec.name, layer, *parts, layout));
-      Contribution c{.layer = &layer, .beside = &spec.patch->layers()[l], .spec = s, .weight = spec.weight,
-                     .part = {}, .bias = false, .parts = parts};
+      Contribution c{.layer = &layer,
+                     .beside = &spec.patch->layers()[l],
+                     .spec = s,
+                     .weight = spec.weight,
+                     .part = {},
+                     .bias = false,
+                     .parts = parts};
       for (const LayerPart& part : *parts) {
         c.part = part;
         if (layer.has_weight()) by_slot[part.weight.index].push_back(c);
@@ -163,11 +169,13 @@ SplitContributions Split(const ComponentLayout& layout, Contributions contributi
 
 int64_t MergedBytes(const WeightSet& base, const Contributions& contributions) {
   int64_t bytes = 0;
-  for (const auto& [index, shares] : contributions) bytes += static_cast<int64_t>(base[Slot{index}].data.nbytes());
+  for (const auto& [index, shares] : contributions)
+    bytes += static_cast<int64_t>(base[Slot{index}].data.nbytes());
   return bytes;
 }
 
-absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base, const Contributions& contributions,
+absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
+                                                       const Contributions& contributions,
                                                        const std::function<bool()>& cancelled) {
   const c10::NoGradGuard no_grad;
   std::vector<Weight> merged(base.layout().tensors().size());
@@ -194,7 +202,8 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base, co
   return std::make_shared<const WeightSet>(base, std::move(merged));
 }
 
-int64_t SidecarBytes(const ComponentLayout& layout, const Contributions& contributions, at::ScalarType compute) {
+int64_t SidecarBytes(const ComponentLayout& layout, const Contributions& contributions,
+                     at::ScalarType compute) {
   int64_t elements = 0;
   for (const auto& [index, shares] : contributions) {
     const std::vector<int64_t>& shape = layout[Slot{index}].shape;

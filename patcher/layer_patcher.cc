@@ -30,7 +30,8 @@ void Sort(std::vector<PatchSpec>& specs) {
                    [](const PatchSpec& a, const PatchSpec& b) { return a.name < b.name; });
 }
 
-MemoryBudget::Request Ask(int64_t bytes, MemoryUse use, const PatchTarget& target, const ApplyOptions& options) {
+MemoryBudget::Request Ask(int64_t bytes, MemoryUse use, const PatchTarget& target,
+                          const ApplyOptions& options) {
   return {.bytes = bytes,
           .use = use,
           .owner = options.owner,
@@ -41,8 +42,8 @@ MemoryBudget::Request Ask(int64_t bytes, MemoryUse use, const PatchTarget& targe
 
 }  // namespace
 
-absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const std::string& name, double weight,
-                                                absl::Span<const PatchTarget> targets) {
+absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const std::string& name,
+                                                double weight, absl::Span<const PatchTarget> targets) {
   PatchReport report;
   report.name = name;
   report.format = patch.format();
@@ -69,9 +70,9 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
   if (matched == 0) {
     const std::string sample = absl::StrJoin(report.unmatched, ", ");
     return LoraMismatch(name,
-                    absl::StrCat("is for another architecture: none of its ", report.layers_in_file,
-                                 " layers matches this model (", sample, ")"),
-                    {{"sample", sample}, {"layers_in_file", absl::StrCat(report.layers_in_file)}});
+                        absl::StrCat("is for another architecture: none of its ", report.layers_in_file,
+                                     " layers matches this model (", sample, ")"),
+                        {{"sample", sample}, {"layers_in_file", absl::StrCat(report.layers_in_file)}});
   }
   return report;
 }
@@ -94,17 +95,20 @@ absl::StatusOr<LayerPatcher::OverlaySize> LayerPatcher::OverlayBytes(const Compo
     for (int64_t extent : layout[Slot{index}].shape) numbers *= static_cast<double>(extent);
     bytes += numbers * bytes_per_number;
   }
-  return OverlaySize{.merged = static_cast<int64_t>(bytes), .beside = SidecarBytes(layout, beside, options.compute)};
+  return OverlaySize{.merged = static_cast<int64_t>(bytes),
+                     .beside = SidecarBytes(layout, beside, options.compute)};
 }
 
 absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarget& target,
-                                       const std::vector<PatchSpec>& specs, const Contributions& contributions,
-                                       bool partly, const ApplyOptions& options, Overlay& overlay) {
+                                       const std::vector<PatchSpec>& specs,
+                                       const Contributions& contributions, bool partly,
+                                       const ApplyOptions& options, Overlay& overlay) {
   Device* const device = options.device;
   const bool elsewhere = device != nullptr && !device->uses_host_memory();
-  const bool cacheable = options.cache != nullptr && std::all_of(specs.begin(), specs.end(), [](const PatchSpec& s) {
-                           return s.weight == 0 || static_cast<bool>(s.handle);
-                         });
+  const bool cacheable =
+      options.cache != nullptr && std::all_of(specs.begin(), specs.end(), [](const PatchSpec& s) {
+        return s.weight == 0 || static_cast<bool>(s.handle);
+      });
   const int64_t bytes = MergedBytes(weights, contributions);
   if (!cacheable) {
     if (device != nullptr) {
@@ -115,7 +119,8 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
                      Merge(weights, contributions, [&] { return options.stop.stop_requested(); }));
     overlay.merged_ = overlay.merged_on_host_;
     if (elsewhere) {
-      ASSIGN_OR_RETURN(auto copy, overlay.merged_on_host_->CopyTo(*device, options.resident, nullptr, options.stop));
+      ASSIGN_OR_RETURN(auto copy,
+                       overlay.merged_on_host_->CopyTo(*device, options.resident, nullptr, options.stop));
       overlay.merged_ = std::static_pointer_cast<const WeightSet>(std::move(copy));
     }
     return absl::OkStatus();
@@ -130,19 +135,19 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
   for (const PatchSpec& spec : specs) {
     if (spec.weight != 0) loader.sources.push_back(spec.handle.key().id);
   }
-  ASSIGN_OR_RETURN(overlay.merged_record_,
-                   options.cache->Lock({options.component.id, MergedName(options.component, specs, partly)}, loader,
-                                       {.owner = options.owner, .deadline = options.deadline, .stop = options.stop}));
+  ASSIGN_OR_RETURN(
+      overlay.merged_record_,
+      options.cache->Lock({options.component.id, MergedName(options.component, specs, partly)}, loader,
+                          {.owner = options.owner, .deadline = options.deadline, .stop = options.stop}));
   overlay.merged_on_host_ = std::static_pointer_cast<const WeightSet>(overlay.merged_record_.resource());
   overlay.merged_ = overlay.merged_on_host_;
   if (elsewhere) {
-    ASSIGN_OR_RETURN(overlay.merged_residency_,
-                     options.cache->LockOnDevice(overlay.merged_record_, *device,
-                                                 {.owner = options.owner,
-                                                  .mode = ResidencyMode::kFull,
-                                                  .blocks = options.resident,
-                                                  .deadline = options.deadline,
-                                                  .stop = options.stop}));
+    ASSIGN_OR_RETURN(overlay.merged_residency_, options.cache->LockOnDevice(overlay.merged_record_, *device,
+                                                                            {.owner = options.owner,
+                                                                             .mode = ResidencyMode::kFull,
+                                                                             .blocks = options.resident,
+                                                                             .deadline = options.deadline,
+                                                                             .stop = options.stop}));
     overlay.merged_ = std::static_pointer_cast<const WeightSet>(overlay.merged_residency_.resource());
   }
   return absl::OkStatus();
@@ -166,7 +171,8 @@ absl::Status LayerPatcher::ApplySidecar(const WeightSet& weights, const PatchTar
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightSet& weights, const PatchTarget& target,
+absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightSet& weights,
+                                                                   const PatchTarget& target,
                                                                    std::vector<PatchSpec> specs,
                                                                    const ApplyOptions& options,
                                                                    std::vector<PatchReport>* reports) {
@@ -184,11 +190,12 @@ absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightS
                      options.cache->ram().Reserve(Ask(uncached_bytes, MemoryUse::kPatches, target, options)));
   }
   if (!direct.empty()) {
-    RETURN_IF_ERROR(ApplyDirect(weights, target, specs, direct, /*partly=*/!beside.empty(), options, *overlay));
+    RETURN_IF_ERROR(
+        ApplyDirect(weights, target, specs, direct, /*partly=*/!beside.empty(), options, *overlay));
   }
   if (!beside.empty()) RETURN_IF_ERROR(ApplySidecar(weights, target, beside, options, *overlay));
   if (reports != nullptr) {
-    auto count = [&](const Contributions& tensors, int64_t PatchReport::* counter) {
+    auto count = [&](const Contributions& tensors, int64_t PatchReport::*counter) {
       for (const auto& [index, shares] : tensors) {
         for (const Contribution& c : shares) {
           if (c.spec < reports->size()) ++((*reports)[c.spec].*counter);

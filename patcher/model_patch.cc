@@ -33,7 +33,8 @@ absl::StatusOr<PatchSummary> ModelPatch::Summarize(const WeightFiles& files) {
   return summary;
 }
 
-absl::Status ModelPatch::Build(const NamedShapes& shapes, const Read& read, const LoadContext& context, int64_t total) {
+absl::Status ModelPatch::Build(const NamedShapes& shapes, const Read& read, const LoadContext& context,
+                               int64_t total) {
   ASSIGN_OR_RETURN(const PatchKeys keys, PatchKeys::Group(shapes));
   for (const auto& [name, parts] : keys.layers) {
     if (context.cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "load cancelled");
@@ -60,7 +61,8 @@ absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Load(std::shared_p
                                                                    const LoadContext& context) {
   auto patch = std::make_shared<ModelPatch>();
   RETURN_IF_ERROR(patch->Build(
-      ShapesOf(*files), [&](const std::string& name) { return files->Read(name); }, context, files->tensor_bytes()));
+      ShapesOf(*files), [&](const std::string& name) { return files->Read(name); }, context,
+      files->tensor_bytes()));
   RETURN_IF_ERROR(files->Check());
   patch->metadata_ = files->metadata();
   patch->files_ = std::move(files);
@@ -74,17 +76,20 @@ absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::FromTensors(
   auto patch = std::make_shared<ModelPatch>();
   const LoadContext context([] { return false; }, [](int64_t, int64_t) {});
   RETURN_IF_ERROR(patch->Build(
-      shapes, [&](const std::string& name) -> absl::StatusOr<at::Tensor> { return tensors.at(name); }, context, 0));
+      shapes, [&](const std::string& name) -> absl::StatusOr<at::Tensor> { return tensors.at(name); },
+      context, 0));
   return patch;
 }
 
 absl::StatusOr<std::shared_ptr<const Resource>> ModelPatch::CopyTo(Device& device, const std::vector<bool>&,
-                                                                   const Resource*, std::stop_token stop) const {
+                                                                   const Resource*,
+                                                                   std::stop_token stop) const {
   auto copy = std::make_shared<ModelPatch>(*this);
   copy->files_ = nullptr;
   for (PatchLayer& layer : copy->layers_) {
     if (stop.stop_requested()) {
-      return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while moving a LoRA to a device");
+      return MakeError(absl::StatusCode::kCancelled, "CANCELLED",
+                       "cancelled while moving a LoRA to a device");
     }
     layer.bias = at::Tensor();
     if (const LowRank* low_rank = layer.low_rank()) {

@@ -33,11 +33,13 @@ const PatchLayer& Only(const std::shared_ptr<const ModelPatch>& patch) { return 
 
 TEST(ModelPatchTest, TheScaleIsAlphaOverRankOrOne) {
   EXPECT_EQ(Only(*ModelPatch::FromTensors(Pair())).low_rank()->scale, 1);
-  EXPECT_EQ(Only(*ModelPatch::FromTensors(With(Pair(), "a.alpha", at::scalar_tensor(1)))).low_rank()->scale, 0.5);
+  EXPECT_EQ(Only(*ModelPatch::FromTensors(With(Pair(), "a.alpha", at::scalar_tensor(1)))).low_rank()->scale,
+            0.5);
 }
 
 TEST(ModelPatchTest, TwoFullKroneckerFactorsIgnoreAlpha) {
-  const Tensors full = {{"a.lokr_w1", at::ones({2, 2})}, {"a.lokr_w2", at::ones({3, 4})}, {"a.alpha", at::scalar_tensor(8)}};
+  const Tensors full = {
+      {"a.lokr_w1", at::ones({2, 2})}, {"a.lokr_w2", at::ones({3, 4})}, {"a.alpha", at::scalar_tensor(8)}};
   EXPECT_EQ(std::get<Kronecker>(Only(*ModelPatch::FromTensors(full)).math).scale, 1);
   const Tensors low_rank = {{"a.lokr_w1", at::ones({2, 2})},
                             {"a.lokr_w2_a", at::ones({3, 4})},
@@ -60,7 +62,8 @@ TEST(ModelPatchTest, LayersOfAllKindsMayStandInOneFile) {
   ASSERT_TRUE(patch.ok()) << patch.status();
   std::vector<std::string> types;
   for (const PatchLayer& layer : (*patch)->layers()) types.push_back(layer.type);
-  EXPECT_THAT(types, testing::ElementsAre("LoRA", "full diff", "norm", "IA3", "OFT", "BOFT", "bias diff only"));
+  EXPECT_THAT(types,
+              testing::ElementsAre("LoRA", "full diff", "norm", "IA3", "OFT", "BOFT", "bias diff only"));
   EXPECT_EQ((*patch)->ignored(), 1);
   EXPECT_EQ((*patch)->bytes(), 4 * (16 + 12 + 16 + 4 + 4 + 18 + 32 + 4));
 }
@@ -68,9 +71,10 @@ TEST(ModelPatchTest, LayersOfAllKindsMayStandInOneFile) {
 TEST(ModelPatchTest, WhatIsNotFiniteIsRefused) {
   for (float value : {kInfinity, -kInfinity, kNaN}) {
     for (const Tensors& tensors :
-         {With(Pair(), "a.alpha", at::scalar_tensor(value)), With(Pair(), "a.lora_up.weight", at::full({6, 2}, value)),
-          With(Pair(), "a.dora_scale", at::full({1, 8}, value)), With(Pair(), "a.diff_b", at::full({6}, value)),
-          With({}, "a.diff", at::full({2, 2}, value)),
+         {With(Pair(), "a.alpha", at::scalar_tensor(value)),
+          With(Pair(), "a.lora_up.weight", at::full({6, 2}, value)),
+          With(Pair(), "a.dora_scale", at::full({1, 8}, value)),
+          With(Pair(), "a.diff_b", at::full({6}, value)), With({}, "a.diff", at::full({2, 2}, value)),
           Tensors{{"a.weight", at::full({4}, value)}, {"a.on_input", at::scalar_tensor(0)}},
           Tensors{{"a.weight", at::ones({4})}, {"a.on_input", at::scalar_tensor(value)}}}) {
       const absl::Status status = StatusOf(tensors);
@@ -94,12 +98,16 @@ TEST(ModelPatchTest, ShapesThatLieAreRefused) {
       With(Pair(), "a.lora_magnitude_vector", at::ones({8})),
       With(Pair(), "a.alpha", at::ones({2})),
       With(Pair(), "a.diff_b", at::ones({2, 3})),
-      {{"a.hada_w1_a", at::ones({4, 2})}, {"a.hada_w1_b", at::ones({2, 4})}, {"a.hada_w2_a", at::ones({5, 2})},
+      {{"a.hada_w1_a", at::ones({4, 2})},
+       {"a.hada_w1_b", at::ones({2, 4})},
+       {"a.hada_w2_a", at::ones({5, 2})},
        {"a.hada_w2_b", at::ones({2, 4})}},
       {{"a.lokr_w1", at::ones({2})}, {"a.lokr_w2", at::ones({2, 2})}},
       {{"a.lokr_w1", at::ones({2, 2})}, {"a.lokr_w2_a", at::ones({2, 2})}, {"a.lokr_w2_b", at::ones({3, 2})}},
       {{"a.weight", at::ones({2, 2})}, {"a.on_input", at::scalar_tensor(0)}},
-      {{"a.a1.weight", at::ones({4, 2})}, {"a.a2.weight", at::ones({2, 4})}, {"a.b1.weight", at::ones({6, 2})},
+      {{"a.a1.weight", at::ones({4, 2})},
+       {"a.a2.weight", at::ones({2, 4})},
+       {"a.b1.weight", at::ones({6, 2})},
        {"a.b2.weight", at::ones({2, 5})}},
       {{"a.oft_blocks", at::ones({2, 3, 4})}},
       {{"a.oft_blocks", at::ones({2, 3, 3})}, {"a.rescale", at::ones({5, 1})}},
@@ -141,7 +149,8 @@ TEST(ModelPatchTest, LayersThatAreNotWholeAreRefused) {
 }
 
 TEST(ModelPatchTest, AFileWithUnknownKeysIsRefusedAsAWhole) {
-  for (const char* key : {"b.mystery", "b.weight", "b.lora_down.wait", "a.diff_m", "unet:0:down", "a.oft_blocks.x"}) {
+  for (const char* key :
+       {"b.mystery", "b.weight", "b.lora_down.wait", "a.diff_m", "unet:0:down", "a.oft_blocks.x"}) {
     const absl::Status status = StatusOf(With(Pair(), key, at::ones({2, 2})));
     EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << key;
     EXPECT_THAT(std::string(status.message()), HasSubstr(key));
@@ -161,7 +170,8 @@ TEST(ModelPatchTest, NumbersThatAreNoFloatsAreRefused) {
 
 TEST(ModelPatchTest, AMillionKeysAreRefusedBeforeAnyIsRead) {
   NamedShapes shapes;
-  for (int i = 0; i < 1'000'000; ++i) shapes.emplace_hint(shapes.end(), absl::StrCat(i + 1'000'000, ".diff"), std::vector<int64_t>{1, 1});
+  for (int i = 0; i < 1'000'000; ++i)
+    shapes.emplace_hint(shapes.end(), absl::StrCat(i + 1'000'000, ".diff"), std::vector<int64_t>{1, 1});
   EXPECT_EQ(PatchKeys::Group(shapes).status().code(), absl::StatusCode::kInvalidArgument);
 }
 

@@ -57,9 +57,9 @@ class Overlay {
 
   // What tensors need is before them: it ends after them.
   std::vector<PatchSpec> specs_;
-  Reservation reservation_;          // of merged weights that are not in a record, on the device's budget
-  Reservation beside_;               // of sidecars, on the device's budget
-  Reservation uncached_patches_;     // of patches without a handle, in host memory
+  Reservation reservation_;       // of merged weights that are not in a record, on the device's budget
+  Reservation beside_;            // of sidecars, on the device's budget
+  Reservation uncached_patches_;  // of patches without a handle, in host memory
   LockHandle merged_record_;
   DeviceLock merged_residency_;
   std::shared_ptr<const WeightSet> merged_on_host_, merged_;

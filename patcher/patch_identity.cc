@@ -17,9 +17,10 @@ struct Component {
 };
 // What stands before the layers of text encoders; all else is the denoiser's.
 constexpr Component kComponents[] = {
-    {"lora_te1_", "text_encoder"},     {"lora_te2_", "text_encoder_2"},     {"lora_te3_", "text_encoder_3"},
-    {"lora_te_", "text_encoder"},      {"text_encoder_2.", "text_encoder_2"}, {"text_encoder_3.", "text_encoder_3"},
-    {"text_encoder.", "text_encoder"}, {"text_encoder:", "text_encoder"},
+    {"lora_te1_", "text_encoder"},         {"lora_te2_", "text_encoder_2"},
+    {"lora_te3_", "text_encoder_3"},       {"lora_te_", "text_encoder"},
+    {"text_encoder_2.", "text_encoder_2"}, {"text_encoder_3.", "text_encoder_3"},
+    {"text_encoder.", "text_encoder"},     {"text_encoder:", "text_encoder"},
 };
 
 std::string ComponentOf(absl::string_view layer) {
@@ -30,7 +31,8 @@ std::string ComponentOf(absl::string_view layer) {
 }
 
 // The layer without its values; nothing when its tensors do not fit each other.
-std::optional<PatchLayer> Describe(const std::string& name, const LayerKeys& keys, const NamedShapes& tensors) {
+std::optional<PatchLayer> Describe(const std::string& name, const LayerKeys& keys,
+                                   const NamedShapes& tensors) {
   auto layer = MakeLayer(name, keys, tensors, [&](const std::string& key) -> absl::StatusOr<at::Tensor> {
     const std::vector<int64_t>& shape = tensors.at(key);
     int64_t numbers = 1;
@@ -51,7 +53,8 @@ class Names {
   }
 
   bool Has(absl::string_view text) const {
-    return std::any_of(flat_.begin(), flat_.end(), [&](const auto& n) { return absl::StrContains(n.first, text); });
+    return std::any_of(flat_.begin(), flat_.end(),
+                       [&](const auto& n) { return absl::StrContains(n.first, text); });
   }
   bool HasAny(std::initializer_list<absl::string_view> texts) const {
     return std::any_of(texts.begin(), texts.end(), [&](absl::string_view text) { return Has(text); });
@@ -92,13 +95,15 @@ class Names {
 
 // FLUX in the native layout: FLUX.2 has wider feed-forwards, or another width.
 bool IsFlux2(const Names& names) {
-  const Extent linear1 = names.SizeOf("_linear1"), mlp = names.SizeOf("img_mlp_0"), qkv = names.SizeOf("img_attn_qkv");
-  return (linear1.rows > 0 && linear1.rows == 9 * linear1.columns) || (mlp.rows > 0 && mlp.rows == 6 * mlp.columns) ||
-         (qkv.columns > 0 && qkv.columns != 3072);
+  const Extent linear1 = names.SizeOf("_linear1"), mlp = names.SizeOf("img_mlp_0"),
+               qkv = names.SizeOf("img_attn_qkv");
+  return (linear1.rows > 0 && linear1.rows == 9 * linear1.columns) ||
+         (mlp.rows > 0 && mlp.rows == 6 * mlp.columns) || (qkv.columns > 0 && qkv.columns != 3072);
 }
 
 bool IsUnet(const Names& names) {
-  return names.HasAny({"down_blocks_", "up_blocks_", "mid_block_", "input_blocks_", "output_blocks_", "middle_block_"});
+  return names.HasAny(
+      {"down_blocks_", "up_blocks_", "mid_block_", "input_blocks_", "output_blocks_", "middle_block_"});
 }
 
 // Transformer blocks without FLUX's single ones: by width, and by number of blocks where widths agree.
@@ -115,39 +120,71 @@ struct Row {
 };
 // The first row that fits.
 constexpr Row kFamilies[] = {
-    {"Krea 2", [](const Names& n) { return n.HasAny({"txtfusion", "text_fusion"}) || (n.Has("attn_wq") && n.Has("attn_gate")); }},
-    {"FLUX.2", [](const Names& n) { return n.HasAny({"attn_to_qkv_mlp_proj", "double_stream_modulation", "ff_linear_in"}); }},
-    {"FLUX.2", [](const Names& n) { return n.HasAny({"double_blocks_", "single_blocks_"}) && IsFlux2(n); }},
-    {"FLUX.1", [](const Names& n) { return n.HasAny({"double_blocks_", "single_blocks_", "single_transformer_blocks_"}); }},
+    {"Krea 2",
+     [](const Names& n) {
+       return n.HasAny({"txtfusion", "text_fusion"}) || (n.Has("attn_wq") && n.Has("attn_gate"));
+     }},
+    {"FLUX.2",
+     [](const Names& n) {
+       return n.HasAny({"attn_to_qkv_mlp_proj", "double_stream_modulation", "ff_linear_in"});
+     }},
+    {"FLUX.2",
+     [](const Names& n) {
+       return n.HasAny({"double_blocks_", "single_blocks_"}) && IsFlux2(n);
+     }},
+    {"FLUX.1",
+     [](const Names& n) {
+       return n.HasAny({"double_blocks_", "single_blocks_", "single_transformer_blocks_"});
+     }},
     {"SD3.5", [](const Names& n) { return n.Has("joint_blocks_") && Width(n) == 2432; }},
     {"SD3", [](const Names& n) { return n.Has("joint_blocks_"); }},
-    {"Z-Image", [](const Names& n) {
-       return n.HasAny({"noise_refiner_", "context_refiner_"}) || (n.Has("layers_") && n.HasAny({"attention_to_", "attention_qkv"}));
+    {"Z-Image",
+     [](const Names& n) {
+       return n.HasAny({"noise_refiner_", "context_refiner_"}) ||
+              (n.Has("layers_") && n.HasAny({"attention_to_", "attention_qkv"}));
      }},
-    {"Anima", [](const Names& n) { return n.HasAny({"self_attn_q_proj", "mlp_layer1", "adaln_modulation_", "llm_adapter"}); }},
+    {"Anima",
+     [](const Names& n) {
+       return n.HasAny({"self_attn_q_proj", "mlp_layer1", "adaln_modulation_", "llm_adapter"});
+     }},
     // 14B text-to-video of 2.1 has the very layers of 2.2's experts; files for those are many more.
-    {"WAN 2.1", [](const Names& n) { return n.HasAny({"cross_attn_k_img", "attn2_add_k_proj"}); }},
-    {"WAN 2.1", [](const Names& n) {
+    {"WAN 2.1",
+     [](const Names& n) {
+       return n.HasAny({"cross_attn_k_img", "attn2_add_k_proj"});
+     }},
+    {"WAN 2.1",
+     [](const Names& n) {
        return n.HasAny({"self_attn_q", "ffn_0", "ffn_net_0"}) && n.Has("blocks_") &&
               (n.SizeOf("self_attn_q").columns == 1536 || n.SizeOf("attn1_to_q").columns == 1536);
      }},
-    {"WAN 2.2", [](const Names& n) { return n.HasAny({"self_attn_q", "ffn_0", "ffn_net_0"}) && n.Has("blocks_"); }},
+    {"WAN 2.2",
+     [](const Names& n) {
+       return n.HasAny({"self_attn_q", "ffn_0", "ffn_net_0"}) && n.Has("blocks_");
+     }},
     // A UNet's blocks at one place are one or two in SD1 and SD2, up to ten in SDXL.
-    {"SDXL", [](const Names& n) {
-       return IsUnet(n) && (n.HasAny({"input_blocks_", "output_blocks_"}) || n.LastIndex("_transformer_blocks_") >= 2 ||
-                            n.SizeOf("attn2_to_k").columns == 2048);
+    {"SDXL",
+     [](const Names& n) {
+       return IsUnet(n) &&
+              (n.HasAny({"input_blocks_", "output_blocks_"}) || n.LastIndex("_transformer_blocks_") >= 2 ||
+               n.SizeOf("attn2_to_k").columns == 2048);
      }},
     {"SD2", [](const Names& n) { return IsUnet(n) && n.SizeOf("attn2_to_k").columns == 1024; }},
-    {"SD1.5", [](const Names& n) {
+    {"SD1.5",
+     [](const Names& n) {
        return IsUnet(n) && (n.HasAny({"down_blocks_0_attentions_", "up_blocks_3_attentions_"}) ||
                             n.SizeOf("attn2_to_k").columns == 768);
      }},
-    {"Qwen-Image", [](const Names& n) { return n.HasAny({"img_mod_1", "txt_mod_1", "img_mlp_net_", "txt_mlp_net_"}); }},
+    {"Qwen-Image",
+     [](const Names& n) {
+       return n.HasAny({"img_mod_1", "txt_mod_1", "img_mlp_net_", "txt_mlp_net_"});
+     }},
     {"SD3", [](const Names& n) { return n.Has("transformer_blocks_") && Width(n) == 1536; }},
     {"SD3.5", [](const Names& n) { return n.Has("transformer_blocks_") && Width(n) == 2432; }},
-    {"Qwen-Image", [](const Names& n) { return n.LastIndex("transformer_blocks_") >= 38 && Width(n) == 3072; }},
+    {"Qwen-Image",
+     [](const Names& n) { return n.LastIndex("transformer_blocks_") >= 38 && Width(n) == 3072; }},
     {"FLUX.1", [](const Names& n) { return n.Has("transformer_blocks_") && Width(n) == 3072; }},
-    {"FLUX.2", [](const Names& n) { return n.Has("transformer_blocks_") && (Width(n) == 4096 || Width(n) == 6144); }},
+    {"FLUX.2",
+     [](const Names& n) { return n.Has("transformer_blocks_") && (Width(n) == 4096 || Width(n) == 6144); }},
 };
 
 // Names by index have no modules; the width of what a text encoder gives to the UNet tells.

@@ -1,8 +1,8 @@
 // What a patch file says of itself: the architecture that it seems to be for. From names and shapes alone.
 //
 // A guess, for listings and for messages: whether a file fits a model is found by matching it (LayerPatcher).
-// Architectures share names (attn.to_q is in most), so that sizes and numbers of blocks decide in the end; where they
-// cannot, the guess is the likelier one.
+// Architectures share names (attn.to_q is in most), so that sizes and numbers of blocks decide in the end;
+// where they cannot, the guess is the likelier one.
 #ifndef LATENTD_PATCHER_PATCH_IDENTITY_H_
 #define LATENTD_PATCHER_PATCH_IDENTITY_H_
 
@@ -15,8 +15,8 @@
 
 namespace latentd {
 
-// "FLUX.1", "FLUX.2", "SD1.5", "SD2", "SDXL", "SD3", "SD3.5", "Qwen-Image", "Z-Image", "Anima", "WAN 2.1", "WAN 2.2",
-// "Krea 2"; empty when nothing tells.
+// "FLUX.1", "FLUX.2", "SD1.5", "SD2", "SDXL", "SD3", "SD3.5", "Qwen-Image", "Z-Image", "Anima", "WAN 2.1",
+// "WAN 2.2", "Krea 2"; empty when nothing tells.
 std::string FamilyOf(const PatchKeys& keys, const NamedShapes& tensors);
 
 struct PatchIdentity {

@@ -1,7 +1,7 @@
 // Which architecture a file is for, by names and shapes.
 //
-// With LATENTD_LORA_FILES naming a folder of key lists of published files (NAME.json with "tensors": {name: shape},
-// and expected.json), those are identified as well.
+// With LATENTD_LORA_FILES naming a folder of key lists of published files (NAME.json with "tensors": {name:
+// shape}, and expected.json), those are identified as well.
 #include "patcher/patch_identity.h"
 
 #include <cstdlib>
@@ -53,7 +53,8 @@ TEST(PatchIdentityTest, NamesAndShapesTellTheFamily) {
   };
   for (const auto& c : cases) {
     NamedShapes file = Pair(c.layer, c.rows, c.columns);
-    if (std::string(c.layer) == "transformer.blocks.0.attn1.to_q") file.merge(Pair("transformer.blocks.0.ffn.net.0.proj", 8960, 1536));
+    if (std::string(c.layer) == "transformer.blocks.0.attn1.to_q")
+      file.merge(Pair("transformer.blocks.0.ffn.net.0.proj", 8960, 1536));
     const auto identity = Identify(file);
     ASSERT_TRUE(identity.ok()) << identity.status();
     EXPECT_EQ(identity->family, c.family) << c.layer;
@@ -61,8 +62,10 @@ TEST(PatchIdentityTest, NamesAndShapesTellTheFamily) {
 }
 
 TEST(PatchIdentityTest, AFileThatIsRefusedIsStillIdentified) {
-  NamedShapes file = {{"unet:0:up", {320, 4}}, {"unet:0:down", {4, 768}},
-                      {"text_encoder:0:up", {768, 4}}, {"text_encoder:0:down", {4, 768}}};
+  NamedShapes file = {{"unet:0:up", {320, 4}},
+                      {"unet:0:down", {4, 768}},
+                      {"text_encoder:0:up", {768, 4}},
+                      {"text_encoder:0:down", {4, 768}}};
   const auto identity = Identify(file);
   ASSERT_TRUE(identity.ok());
   EXPECT_EQ(identity->family, "SD1.5");
@@ -93,8 +96,10 @@ TEST(PatchIdentityTest, EveryPublishedKeyListIsIdentified) {
     EXPECT_EQ(identity->ignored, expected["ignored_entries"].get<int64_t>());
     Counts components;
     for (const auto& [of, count] : expected["components"].items()) {
-      components[of == "unet" ? "denoiser" : of == "te1" ? "text_encoder" : of == "te2" ? "text_encoder_2" : "text_encoder_3"] =
-          count;
+      components[of == "unet"  ? "denoiser"
+                 : of == "te1" ? "text_encoder"
+                 : of == "te2" ? "text_encoder_2"
+                               : "text_encoder_3"] = count;
     }
     EXPECT_EQ(identity->components, components);
     if (name == "sd15_cloneofsimo") continue;  // by index: a type of its own here

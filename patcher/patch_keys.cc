@@ -22,24 +22,41 @@ struct Suffix {
 };
 // Longer ones before those that end them.
 constexpr Suffix kSuffixes[] = {
-    {".lora_down.weight", PatchKey::kDown}, {".lora_up.weight", PatchKey::kUp},
-    {".lora_A.weight", PatchKey::kDown},    {".lora_B.weight", PatchKey::kUp},
-    {".lora.down.weight", PatchKey::kDown}, {".lora.up.weight", PatchKey::kUp},
-    {".lora_mid.weight", PatchKey::kMid},   {".lora_B.bias", PatchKey::kUpBias},
-    {".alpha", PatchKey::kAlpha},           {".dora_scale", PatchKey::kDoraScale},
+    {".lora_down.weight", PatchKey::kDown},
+    {".lora_up.weight", PatchKey::kUp},
+    {".lora_A.weight", PatchKey::kDown},
+    {".lora_B.weight", PatchKey::kUp},
+    {".lora.down.weight", PatchKey::kDown},
+    {".lora.up.weight", PatchKey::kUp},
+    {".lora_mid.weight", PatchKey::kMid},
+    {".lora_B.bias", PatchKey::kUpBias},
+    {".alpha", PatchKey::kAlpha},
+    {".dora_scale", PatchKey::kDoraScale},
     {".lora_magnitude_vector", PatchKey::kMagnitude},
-    {".diff", PatchKey::kDiff},             {".diff_b", PatchKey::kDiffBias},
-    {".w_norm", PatchKey::kNormWeight},     {".b_norm", PatchKey::kNormBias},
-    {".hada_w1_a", PatchKey::kHadaW1A},     {".hada_w1_b", PatchKey::kHadaW1B},
-    {".hada_w2_a", PatchKey::kHadaW2A},     {".hada_w2_b", PatchKey::kHadaW2B},
-    {".hada_t1", PatchKey::kHadaT1},        {".hada_t2", PatchKey::kHadaT2},
-    {".lokr_w1", PatchKey::kLokrW1},        {".lokr_w1_a", PatchKey::kLokrW1A},
-    {".lokr_w1_b", PatchKey::kLokrW1B},     {".lokr_w2", PatchKey::kLokrW2},
-    {".lokr_w2_a", PatchKey::kLokrW2A},     {".lokr_w2_b", PatchKey::kLokrW2B},
-    {".lokr_t2", PatchKey::kLokrT2},        {".on_input", PatchKey::kOnInput},
-    {".a1.weight", PatchKey::kGloraA1},     {".a2.weight", PatchKey::kGloraA2},
-    {".b1.weight", PatchKey::kGloraB1},     {".b2.weight", PatchKey::kGloraB2},
-    {".oft_blocks", PatchKey::kOftBlocks},  {".rescale", PatchKey::kRescale},
+    {".diff", PatchKey::kDiff},
+    {".diff_b", PatchKey::kDiffBias},
+    {".w_norm", PatchKey::kNormWeight},
+    {".b_norm", PatchKey::kNormBias},
+    {".hada_w1_a", PatchKey::kHadaW1A},
+    {".hada_w1_b", PatchKey::kHadaW1B},
+    {".hada_w2_a", PatchKey::kHadaW2A},
+    {".hada_w2_b", PatchKey::kHadaW2B},
+    {".hada_t1", PatchKey::kHadaT1},
+    {".hada_t2", PatchKey::kHadaT2},
+    {".lokr_w1", PatchKey::kLokrW1},
+    {".lokr_w1_a", PatchKey::kLokrW1A},
+    {".lokr_w1_b", PatchKey::kLokrW1B},
+    {".lokr_w2", PatchKey::kLokrW2},
+    {".lokr_w2_a", PatchKey::kLokrW2A},
+    {".lokr_w2_b", PatchKey::kLokrW2B},
+    {".lokr_t2", PatchKey::kLokrT2},
+    {".on_input", PatchKey::kOnInput},
+    {".a1.weight", PatchKey::kGloraA1},
+    {".a2.weight", PatchKey::kGloraA2},
+    {".b1.weight", PatchKey::kGloraB1},
+    {".b2.weight", PatchKey::kGloraB2},
+    {".oft_blocks", PatchKey::kOftBlocks},
+    {".rescale", PatchKey::kRescale},
 };
 constexpr absl::string_view kNumberedBlocks = ".oft_blocks.";
 constexpr absl::string_view kIa3Suffix = ".weight";
@@ -79,7 +96,8 @@ std::string DropAdapterName(absl::string_view key) {
   return std::string(key);
 }
 
-// "x.to_q_lora.down.weight", "x.qkv_lora1.up.weight": attention processors keep their LoRA in modules of their own.
+// "x.to_q_lora.down.weight", "x.qkv_lora1.up.weight": attention processors keep their LoRA in modules of
+// their own.
 bool IsProcessorLora(absl::string_view key, absl::string_view* name, PatchKey* kind) {
   absl::string_view rest = key;
   if (absl::ConsumeSuffix(&rest, ".down.weight")) {
@@ -117,7 +135,8 @@ class Parts {
     ASSIGN_OR_RETURN(at::Tensor tensor, read_(key));
     const auto type = tensor.scalar_type();
     if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) {
-      return InvalidLayer(name_, absl::StrCat("is stored as ", at::toString(type), "; fp32, fp16 and bf16 are read"));
+      return InvalidLayer(
+          name_, absl::StrCat("is stored as ", at::toString(type), "; fp32, fp16 and bf16 are read"));
     }
     return tensor;
   }
@@ -151,7 +170,8 @@ absl::StatusOr<LowRank> MakeLowRank(const std::string& name, const Parts& parts)
 absl::StatusOr<Hadamard> MakeHadamard(const std::string& name, const Parts& parts) {
   Hadamard layer;
   for (PatchKey kind : {PatchKey::kHadaW1A, PatchKey::kHadaW1B, PatchKey::kHadaW2A, PatchKey::kHadaW2B}) {
-    if (!parts.has(kind)) return InvalidLayer(name, "lacks one of hada_w1_a, hada_w1_b, hada_w2_a and hada_w2_b");
+    if (!parts.has(kind))
+      return InvalidLayer(name, "lacks one of hada_w1_a, hada_w1_b, hada_w2_a and hada_w2_b");
   }
   GET_PART(layer.w1_a, kHadaW1A);
   GET_PART(layer.w1_b, kHadaW1B);
@@ -223,7 +243,8 @@ absl::Status SetScale(PatchLayer& layer, double alpha, bool has_alpha) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<LayerMath> MakeOft(const std::string& name, const LayerKeys& keys, const Parts& parts, double alpha) {
+absl::StatusOr<LayerMath> MakeOft(const std::string& name, const LayerKeys& keys, const Parts& parts,
+                                  double alpha) {
   GET_PART(const at::Tensor rescale, kRescale);
   GET_PART(const at::Tensor whole, kOftBlocks);
   if (whole.defined() && !keys.numbered_blocks.empty()) return InvalidLayer(name, "has oft_blocks twice");
@@ -231,7 +252,8 @@ absl::StatusOr<LayerMath> MakeOft(const std::string& name, const LayerKeys& keys
   Oft layer{{}, rescale, alpha};
   if (whole.defined()) layer.blocks.push_back(whole);
   for (const auto& [number, key] : keys.numbered_blocks) {
-    if (number != static_cast<int64_t>(layer.blocks.size())) return InvalidLayer(name, "lacks some of its oft_blocks");
+    if (number != static_cast<int64_t>(layer.blocks.size()))
+      return InvalidLayer(name, "lacks some of its oft_blocks");
     ASSIGN_OR_RETURN(at::Tensor blocks, parts.Read(key));
     layer.blocks.push_back(std::move(blocks));
   }
@@ -241,8 +263,8 @@ absl::StatusOr<LayerMath> MakeOft(const std::string& name, const LayerKeys& keys
 }  // namespace
 
 absl::Status InvalidLayer(absl::string_view layer, absl::string_view what) {
-  return MakeError(absl::StatusCode::kInvalidArgument, "INVALID_LORA", absl::StrCat("layer ", layer, ": ", what),
-                   {{"layer", std::string(layer)}});
+  return MakeError(absl::StatusCode::kInvalidArgument, "INVALID_LORA",
+                   absl::StrCat("layer ", layer, ": ", what), {{"layer", std::string(layer)}});
 }
 
 absl::StatusOr<PatchKeys> PatchKeys::GroupAll(const NamedShapes& tensors) {
@@ -271,8 +293,10 @@ absl::StatusOr<PatchKeys> PatchKeys::GroupAll(const NamedShapes& tensors) {
     if (suffix != std::end(kSuffixes)) {
       name = absl::StripSuffix(key, suffix->text);
       kind = suffix->kind;
-      result.peft_suffix |= absl::StrContains(suffix->text, "lora_A") || absl::StrContains(suffix->text, "lora_B");
-    } else if (const size_t at = absl::string_view(key).rfind(kNumberedBlocks); at != absl::string_view::npos) {
+      result.peft_suffix |=
+          absl::StrContains(suffix->text, "lora_A") || absl::StrContains(suffix->text, "lora_B");
+    } else if (const size_t at = absl::string_view(key).rfind(kNumberedBlocks);
+               at != absl::string_view::npos) {
       int64_t number = 0;
       if (!absl::SimpleAtoi(key.substr(at + kNumberedBlocks.size()), &number)) {
         foreign["unknown"].push_back(raw);
@@ -289,7 +313,7 @@ absl::StatusOr<PatchKeys> PatchKeys::GroupAll(const NamedShapes& tensors) {
       continue;
     }
     if (!result.layers[std::string(name)].by_kind.emplace(kind, raw).second) {
-      return InvalidLayer(raw, "appears under two adapter names; export one adapter");
+      return InvalidLayer(raw, "is there twice, under two names; export one adapter");
     }
   }
   return result;
@@ -299,16 +323,17 @@ absl::StatusOr<PatchKeys> PatchKeys::Group(const NamedShapes& tensors) {
   ASSIGN_OR_RETURN(PatchKeys result, GroupAll(tensors));
   if (!result.unsupported.empty()) {
     const auto& [type, keys] = *result.unsupported.begin();
-    const std::string sample =
-        absl::StrJoin(keys.begin(), keys.begin() + static_cast<ptrdiff_t>(std::min<size_t>(keys.size(), 3)), ", ");
+    const std::string sample = absl::StrJoin(
+        keys.begin(), keys.begin() + static_cast<ptrdiff_t>(std::min<size_t>(keys.size(), 3)), ", ");
     if (result.layers.empty() && type == "unknown") {
       return MakeError(absl::StatusCode::kInvalidArgument, "INVALID_LORA",
                        absl::StrCat("the file holds no LoRA layer; its tensors are named like ", sample),
                        {{"sample", sample}});
     }
-    return MakeError(absl::StatusCode::kUnimplemented, "UNSUPPORTED_LORA",
-                     absl::StrCat(keys.size(), " tensors are of type ", type, " (", sample, "), which is not supported"),
-                     {{"layer_type", type}, {"sample", sample}});
+    return MakeError(
+        absl::StatusCode::kUnimplemented, "UNSUPPORTED_LORA",
+        absl::StrCat(keys.size(), " tensors are of type ", type, " (", sample, "), which is not supported"),
+        {{"layer_type", type}, {"sample", sample}});
   }
   if (result.layers.empty()) {
     return MakeError(absl::StatusCode::kInvalidArgument, "INVALID_LORA", "the file holds no LoRA layer");
@@ -318,13 +343,15 @@ absl::StatusOr<PatchKeys> PatchKeys::Group(const NamedShapes& tensors) {
 
 std::string PatchKeys::Format() const {
   auto has = [&](absl::string_view text) {
-    return std::any_of(layers.begin(), layers.end(), [&](const auto& l) { return absl::StrContains(l.first, text); });
+    return std::any_of(layers.begin(), layers.end(),
+                       [&](const auto& l) { return absl::StrContains(l.first, text); });
   };
   if (layers.empty()) return "";
   const std::string& name = layers.begin()->first;
   if (has(".processor.")) return "attention processors";
   if (name.find('.') == std::string::npos) return absl::StartsWith(name, "lycoris_") ? "LyCORIS" : "kohya";
-  if (has("double_blocks.") || has("single_blocks.")) return peft_suffix ? "BFL names, PEFT suffixes" : "BFL names";
+  if (has("double_blocks.") || has("single_blocks."))
+    return peft_suffix ? "BFL names, PEFT suffixes" : "BFL names";
   if (absl::StartsWith(name, "base_model.model.")) return "PEFT";
   return "diffusers/PEFT";
 }
@@ -335,19 +362,29 @@ std::string LayerType(const LayerKeys& keys, const NamedShapes& tensors) {
   if (formulas.empty()) return bias_diff ? "bias diff only" : keys.has(PatchKey::kNormBias) ? "norm" : "";
   std::string type;
   switch (formulas[0]) {
-    case Formula::kNone: break;
+    case Formula::kNone:
+      break;
     case Formula::kLowRank:
       type = "LoRA";
       if (keys.has(PatchKey::kDown) && ShapeOf(keys, PatchKey::kDown, tensors).size() > 2) type = "LoCon";
       if (keys.has(PatchKey::kMid)) type = "LoCon-Tucker";
       break;
-    case Formula::kHadamard: type = "LoHa"; break;
-    case Formula::kKronecker: type = "LoKr"; break;
-    case Formula::kDifference: return keys.has(PatchKey::kDiff) ? "full diff" : "norm";
-    case Formula::kIa3: return "IA3";
-    case Formula::kGlora: return "GLoRA";
+    case Formula::kHadamard:
+      type = "LoHa";
+      break;
+    case Formula::kKronecker:
+      type = "LoKr";
+      break;
+    case Formula::kDifference:
+      return keys.has(PatchKey::kDiff) ? "full diff" : "norm";
+    case Formula::kIa3:
+      return "IA3";
+    case Formula::kGlora:
+      return "GLoRA";
     case Formula::kOft:
-      return keys.has(PatchKey::kOftBlocks) && ShapeOf(keys, PatchKey::kOftBlocks, tensors).size() == 4 ? "BOFT" : "OFT";
+      return keys.has(PatchKey::kOftBlocks) && ShapeOf(keys, PatchKey::kOftBlocks, tensors).size() == 4
+                 ? "BOFT"
+                 : "OFT";
   }
   if (keys.has(PatchKey::kDoraScale) || keys.has(PatchKey::kMagnitude)) type += "+DoRA";
   if (bias) type += "+bias";
@@ -355,8 +392,9 @@ std::string LayerType(const LayerKeys& keys, const NamedShapes& tensors) {
   return type;
 }
 
-absl::StatusOr<PatchLayer> MakeLayer(const std::string& name, const LayerKeys& keys, const NamedShapes& tensors,
-                                     const std::function<absl::StatusOr<at::Tensor>(const std::string&)>& read) {
+absl::StatusOr<PatchLayer> MakeLayer(
+    const std::string& name, const LayerKeys& keys, const NamedShapes& tensors,
+    const std::function<absl::StatusOr<at::Tensor>(const std::string&)>& read) {
   const Parts parts(name, keys, read);
   const std::vector<Formula> formulas = FormulasOf(keys);
   if (formulas.size() > 1) return InvalidLayer(name, "mixes the tensors of two layer types");
@@ -369,7 +407,8 @@ absl::StatusOr<PatchLayer> MakeLayer(const std::string& name, const LayerKeys& k
     ASSIGN_OR_RETURN(alpha, parts.Number(PatchKey::kAlpha, "alpha"));
   }
   switch (formulas.empty() ? Formula::kNone : formulas[0]) {
-    case Formula::kNone: break;
+    case Formula::kNone:
+      break;
     case Formula::kLowRank: {
       ASSIGN_OR_RETURN(layer.math, MakeLowRank(name, parts));
       break;
@@ -383,9 +422,11 @@ absl::StatusOr<PatchLayer> MakeLayer(const std::string& name, const LayerKeys& k
       break;
     }
     case Formula::kDifference: {
-      if (keys.has(PatchKey::kDiff) && keys.has(PatchKey::kNormWeight)) return InvalidLayer(name, "has two differences");
+      if (keys.has(PatchKey::kDiff) && keys.has(PatchKey::kNormWeight))
+        return InvalidLayer(name, "has two differences");
       Difference math;
-      ASSIGN_OR_RETURN(math.diff, parts.Get(keys.has(PatchKey::kDiff) ? PatchKey::kDiff : PatchKey::kNormWeight));
+      ASSIGN_OR_RETURN(math.diff,
+                       parts.Get(keys.has(PatchKey::kDiff) ? PatchKey::kDiff : PatchKey::kNormWeight));
       layer.math = std::move(math);
       break;
     }

@@ -17,12 +17,41 @@ namespace latentd {
 // A file's tensors.
 using NamedShapes = std::map<std::string, std::vector<int64_t>>;
 
-// What a tensor is to its layer; named after the suffixes.
+// What a tensor is to its layer; named after the suffixes. The tensors of one formula stand together:
+// FormulasOf() takes ranges.
 enum class PatchKey {
-  kDown, kUp, kMid, kAlpha, kDoraScale, kMagnitude, kUpBias, kDiff, kDiffBias, kNormWeight, kNormBias,
-  kHadaW1A, kHadaW1B, kHadaW2A, kHadaW2B, kHadaT1, kHadaT2,
-  kLokrW1, kLokrW1A, kLokrW1B, kLokrW2, kLokrW2A, kLokrW2B, kLokrT2,
-  kIa3Weight, kOnInput, kGloraA1, kGloraA2, kGloraB1, kGloraB2, kOftBlocks, kRescale,
+  kDown,
+  kUp,
+  kMid,
+  kAlpha,
+  kDoraScale,
+  kMagnitude,
+  kUpBias,
+  kDiff,
+  kDiffBias,
+  kNormWeight,
+  kNormBias,
+  kHadaW1A,
+  kHadaW1B,
+  kHadaW2A,
+  kHadaW2B,
+  kHadaT1,
+  kHadaT2,
+  kLokrW1,
+  kLokrW1A,
+  kLokrW1B,
+  kLokrW2,
+  kLokrW2A,
+  kLokrW2B,
+  kLokrT2,
+  kIa3Weight,
+  kOnInput,
+  kGloraA1,
+  kGloraA2,
+  kGloraB1,
+  kGloraB2,
+  kOftBlocks,
+  kRescale,
 };
 
 // A layer's tensors: key of the file by what it is.
@@ -36,7 +65,8 @@ struct PatchKeys {
   std::map<std::string, LayerKeys> layers;  // by name
   int64_t ignored = 0;                      // tensors that belong to no layer and are known to be harmless
   bool peft_suffix = false;                 // lora_A/lora_B
-  std::map<std::string, std::vector<std::string>> unsupported;  // type → keys of tensors that are not understood
+  std::map<std::string, std::vector<std::string>>
+      unsupported;  // type → keys of tensors that are not understood
 
   // Errors: INVALID_ARGUMENT INVALID_LORA (too many tensors, a tensor twice).
   static absl::StatusOr<PatchKeys> GroupAll(const NamedShapes& tensors);
@@ -49,14 +79,16 @@ struct PatchKeys {
   std::string Format() const;
 };
 
-// "LoRA", "LoCon", "LoCon-Tucker", "LoHa", "LoKr", "full diff", "norm", "IA3", "GLoRA", "OFT", "BOFT", each of the
-// low-rank ones with "+DoRA", "+bias" (its own) or "+bias diff"; "bias diff only". Empty for an alpha alone.
+// "LoRA", "LoCon", "LoCon-Tucker", "LoHa", "LoKr", "full diff", "norm", "IA3", "GLoRA", "OFT", "BOFT", each
+// of the low-rank ones with "+DoRA", "+bias" (its own) or "+bias diff"; "bias diff only". Empty for an alpha
+// alone.
 std::string LayerType(const LayerKeys& keys, const NamedShapes& tensors);
 
-// Makes a layer of its tensors and checks it. `read` gives a tensor by its key in the file. Errors: INVALID_ARGUMENT
-// INVALID_LORA with the layer; those of `read`.
-absl::StatusOr<PatchLayer> MakeLayer(const std::string& name, const LayerKeys& keys, const NamedShapes& tensors,
-                                     const std::function<absl::StatusOr<at::Tensor>(const std::string&)>& read);
+// Makes a layer of its tensors and checks it. `read` gives a tensor by its key in the file. Errors:
+// INVALID_ARGUMENT INVALID_LORA with the layer; those of `read`.
+absl::StatusOr<PatchLayer> MakeLayer(
+    const std::string& name, const LayerKeys& keys, const NamedShapes& tensors,
+    const std::function<absl::StatusOr<at::Tensor>(const std::string&)>& read);
 
 // INVALID_ARGUMENT INVALID_LORA about a layer.
 absl::Status InvalidLayer(absl::string_view layer, absl::string_view what);

@@ -18,8 +18,8 @@
 namespace latentd {
 namespace {
 
-// A cache that is only thought of: the records of a snapshot in the order in which they would go, and how many
-// bytes are free. Goes through what a job does as the job would.
+// A cache that is only thought of: the records of a snapshot in the order in which they would go, and how
+// many bytes are free. Goes through what a job does as the job would.
 class ImaginedCache {
  public:
   ImaginedCache(const CacheStats& stats, v1::PlanResponse* plan)
@@ -120,8 +120,8 @@ class ImaginedCache {
     const char* reason = bytes > cap_ ? "MODEL_EXCEEDS_BUDGET" : "BUDGET_EXHAUSTED";
     *plan_->mutable_reason() = ToRpcStatus(MakeError(
         bytes > cap_ ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kResourceExhausted, reason,
-        absl::StrCat(what, " needs ", bytes, " bytes of ram; ", std::max<int64_t>(Obtainable(), 0), " of ", cap_,
-                     " bytes could be had"),
+        absl::StrCat(what, " needs ", bytes, " bytes of ram; ", std::max<int64_t>(Obtainable(), 0), " of ",
+                     cap_, " bytes could be had"),
         {{"budget", "ram"},
          {"what", what},
          {"needed_bytes", absl::StrCat(bytes)},
@@ -150,21 +150,22 @@ class ImaginedDevice {
     }
     for (const RecordStats& r : stats.records) {
       for (const ResidencyStats& there : r.residency) {
-        if (there.device == name_) copies_.push_back({r.key.ToString(), r.kind, there.bytes, there.lock_count > 0});
+        if (there.device == name_)
+          copies_.push_back({r.key.ToString(), r.kind, there.bytes, there.lock_count > 0});
       }
     }
   }
 
   bool Promise(int64_t bytes, const std::string& what) {
     if (bytes > Obtainable()) {
-      *plan_->mutable_reason() = ToRpcStatus(
-          MakeError(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED",
-                    absl::StrCat(what, " needs ", bytes, " bytes of ", name_, "; ", Obtainable(), " could be had"),
-                    {{"budget", name_},
-                     {"what", what},
-                     {"needed_bytes", absl::StrCat(bytes)},
-                     {"held_bytes", absl::StrCat(cap_ - Obtainable())},
-                     {"cap_bytes", absl::StrCat(cap_)}}));
+      *plan_->mutable_reason() = ToRpcStatus(MakeError(
+          absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED",
+          absl::StrCat(what, " needs ", bytes, " bytes of ", name_, "; ", Obtainable(), " could be had"),
+          {{"budget", name_},
+           {"what", what},
+           {"needed_bytes", absl::StrCat(bytes)},
+           {"held_bytes", absl::StrCat(cap_ - Obtainable())},
+           {"cap_bytes", absl::StrCat(cap_)}}));
       return false;
     }
     MakeRoom(bytes);
@@ -244,7 +245,8 @@ double BytesPerNumber(const Component& component) {
          static_cast<double>(std::max<int64_t>(component.layout->parameter_count(), 1));
 }
 
-// What a component's weights will be on a device, from its description: shapes, and the file's bytes per number.
+// What a component's weights will be on a device, from its description: shapes, and the file's bytes per
+// number.
 std::vector<ResourceBlock> DescribeBlocks(const Component& component) {
   const ComponentLayout& layout = *component.layout;
   const double bytes_per_number = BytesPerNumber(component);
@@ -292,7 +294,8 @@ class Planner {
     for (const LoraChoice& lora : loras_) {
       if (!ram_.Has(lora.request.key.ToString())) missing += lora.request.loader.estimated_bytes;
     }
-    if (missing > 0 && !ram_.Promise(missing, absl::StrCat("a set of ", loras_.size(), " LoRAs"))) return false;
+    if (missing > 0 && !ram_.Promise(missing, absl::StrCat("a set of ", loras_.size(), " LoRAs")))
+      return false;
     ram_.GiveBack(missing);
     for (const LoraChoice& lora : loras_) {
       if (!ram_.Lock(lora.request.key.ToString(), "lora", lora.request.loader.estimated_bytes)) return false;
@@ -305,7 +308,8 @@ class Planner {
     for (const std::string& component : pipeline.EncoderComponents(params_)) {
       if (!EncodeText(component, core_.PlaceEncoder(model_, component, home))) return false;
     }
-    if (params_.init_image.defined() && !RunPhase(pipeline.image_encoder_component(), home, 1, /*can_tile=*/true)) {
+    if (params_.init_image.defined() &&
+        !RunPhase(pipeline.image_encoder_component(), home, 1, /*can_tile=*/true)) {
       return false;
     }
     if (!RunPhase(pipeline.denoiser_component(), home, Steps(), /*can_tile=*/false)) return false;
@@ -317,7 +321,8 @@ class Planner {
   // Steps that are run of those that were asked for; the family decides, this is near enough for a time.
   int64_t Steps() const {
     if (!params_.init_image.defined()) return *params_.steps;
-    return std::max<int64_t>(1, static_cast<int64_t>(static_cast<double>(*params_.steps) * *params_.strength));
+    return std::max<int64_t>(1,
+                             static_cast<int64_t>(static_cast<double>(*params_.steps) * *params_.strength));
   }
 
   bool EncodeText(const std::string& component, Executor& executor) {
@@ -348,7 +353,8 @@ class Planner {
     if (lora.weight == 0) return false;
     const LockHandle handle = core_.cache->Peek(lora.request.key, "plan");
     if (!handle) return true;
-    const auto report = LayerPatcher::Match(handle.As<ModelPatch>(), lora.name, lora.weight, model_.patch_targets);
+    const auto report =
+        LayerPatcher::Match(handle.As<ModelPatch>(), lora.name, lora.weight, model_.patch_targets);
     return !report.ok() || report->matched.count(component) != 0;
   }
 
@@ -371,9 +377,10 @@ class Planner {
     if (!ram_.Lock(key, component.name, request.loader.estimated_bytes)) return false;
     if (can_tile && (tiling_ == v1::VAE_TILING_ALWAYS || tiling_ == v1::VAE_TILING_WHEN_NEEDED)) {
       const auto slots = static_cast<int32_t>(core_.config.ring_blocks);
-      const int64_t room = it == devices_.end()
-                               ? ram_.Obtainable()
-                               : it->second.Obtainable() - PlanResidency(DescribeBlocks(component), 0, slots).bytes();
+      const int64_t room =
+          it == devices_.end()
+              ? ram_.Obtainable()
+              : it->second.Obtainable() - PlanResidency(DescribeBlocks(component), 0, slots).bytes();
       while (WorkingBytes(component, options, device) > room) {
         const int64_t smaller = model_.pipeline->SmallerTile(params_, options.tile);
         if (smaller == 0) break;
@@ -417,8 +424,8 @@ class Planner {
   }
 
   // As PhaseResources does it on a device with memory of its own: patches, working memory, weights.
-  bool RunOnDevice(ImaginedDevice& device, const Component& component, const std::string& key, int64_t working,
-                   const Overlay& overlay, v1::PlanResponse::Phase* phase) {
+  bool RunOnDevice(ImaginedDevice& device, const Component& component, const std::string& key,
+                   int64_t working, const Overlay& overlay, v1::PlanResponse::Phase* phase) {
     const ResidencyMode mode = core_.config.residency == "stream" ? ResidencyMode::kStream
                                : core_.config.residency == "full" ? ResidencyMode::kFull
                                                                   : ResidencyMode::kAuto;
@@ -431,22 +438,26 @@ class Planner {
         if (!Reaches(lora, component.name)) continue;
         copies.push_back(lora.request.key.ToString());
         const std::vector<ResourceBlock> whole = {{lora.request.loader.estimated_bytes, true}};
-        if (!device.Lock(copies.back(), "lora", whole, ResidencyMode::kFull, ring_slots, &unused, &none)) return false;
+        if (!device.Lock(copies.back(), "lora", whole, ResidencyMode::kFull, ring_slots, &unused, &none))
+          return false;
       }
     }
     auto lock_merged = [&](double share) {
       copies.push_back(overlay.record);
       const auto resident = static_cast<int64_t>(share * static_cast<double>(overlay.record_bytes));
-      return device.Lock(overlay.record, "merged", {{resident, true}}, ResidencyMode::kFull, ring_slots, &unused, &none);
+      return device.Lock(overlay.record, "merged", {{resident, true}}, ResidencyMode::kFull, ring_slots,
+                         &unused, &none);
     };
     if (overlay.record_first && !lock_merged(1)) return false;
-    if (!device.Promise(overlay.beside_bytes, "patches") || !device.Promise(working, absl::StrCat("working memory of ", component.name)) ||
+    if (!device.Promise(overlay.beside_bytes, "patches") ||
+        !device.Promise(working, absl::StrCat("working memory of ", component.name)) ||
         !device.Lock(key, component.name, DescribeBlocks(component), mode, ring_slots, phase, &ring)) {
       return false;
     }
     // Of merged weights, those are copied whose blocks are resident.
     if (!overlay.record.empty() && !overlay.record_first &&
-        !lock_merged(static_cast<double>(phase->resident_bytes()) / static_cast<double>(phase->full_bytes()))) {
+        !lock_merged(static_cast<double>(phase->resident_bytes()) /
+                     static_cast<double>(phase->full_bytes()))) {
       return false;
     }
     device.GiveBack(working + ring + overlay.beside_bytes);
@@ -479,9 +490,9 @@ class Planner {
     const bool direct = mode_ == PatchMode::kDirect;
     const bool all_read = unread_bytes == 0;
     // A file that was not read yet is taken for plain low-rank layers.
-    const auto size =
-        LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, *component.patch_target, specs, {.mode = mode_})
-            .value_or(LayerPatcher::OverlaySize{});
+    const auto size = LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, *component.patch_target,
+                                                 specs, {.mode = mode_})
+                          .value_or(LayerPatcher::OverlaySize{});
     overlay.record_bytes = size.merged;
     overlay.beside_bytes = size.beside;
     // A file holds its matrices in half the type's width, as a rule; merged, they touch the whole component.
@@ -537,7 +548,8 @@ absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest
   ASSIGN_OR_RETURN(GenerateParams params, ParamsFromProto(request.params(), core.config));
   RETURN_IF_ERROR(model->pipeline->Validate(params));
   RETURN_IF_ERROR(CheckPixels(params, core.config));
-  return Planner(core, *model, std::move(params), std::move(loras), mode, request.params().vae_tiling()).Run();
+  return Planner(core, *model, std::move(params), std::move(loras), mode, request.params().vae_tiling())
+      .Run();
 }
 
 }  // namespace latentd

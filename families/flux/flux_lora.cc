@@ -24,7 +24,8 @@ const KeyMap* FluxLoraKeys() {
 
       // XLabs: 1 is the image's stream, 2 the text's.
       {"double_blocks.{}.processor.qkv_lora1",
-       {"transformer_blocks.{}.attn.to_q", "transformer_blocks.{}.attn.to_k", "transformer_blocks.{}.attn.to_v"}},
+       {"transformer_blocks.{}.attn.to_q", "transformer_blocks.{}.attn.to_k",
+        "transformer_blocks.{}.attn.to_v"}},
       {"double_blocks.{}.processor.qkv_lora2",
        {"transformer_blocks.{}.attn.add_q_proj", "transformer_blocks.{}.attn.add_k_proj",
         "transformer_blocks.{}.attn.add_v_proj"}},
@@ -40,8 +41,8 @@ PatchTarget FluxTransformerTarget(std::shared_ptr<const ComponentLayout> layout)
   return {.component = "transformer",
           .layout = std::move(layout),
           .key_maps = {FluxNativeKeys(), FluxLoraKeys()},
-          .dotted_prefixes = {"transformer.", "diffusion_model.", "base_model.model.", "base_model.model.transformer.",
-                              "model.diffusion_model.", ""},
+          .dotted_prefixes = {"transformer.", "diffusion_model.", "base_model.model.",
+                              "base_model.model.transformer.", "model.diffusion_model.", ""},
           .flat_prefixes = {"lora_unet_", "lora_transformer_", "lycoris_", "oft_unet_"}};
 }
 

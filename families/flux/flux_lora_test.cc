@@ -1,7 +1,7 @@
 // LoRA files of every known format against the full-size FLUX.1, by names and shapes alone.
 //
-// The formats' rules are generated here. With LATENTD_LORA_FILES naming a folder of key lists of published files
-// (NAME.json with "tensors": {name: shape}, and expected.json), those are matched as well.
+// The formats' rules are generated here. With LATENTD_LORA_FILES naming a folder of key lists of published
+// files (NAME.json with "tensors": {name: shape}, and expected.json), those are matched as well.
 #include "families/flux/flux_lora.h"
 
 #include <cstdlib>
@@ -113,7 +113,8 @@ std::vector<Module> Canonical(const PatchTarget& target) {
   std::vector<Module> modules;
   for (const TensorDecl& tensor : target.layout->tensors()) {
     if (tensor.shape.size() != 2 || absl::StrContains(tensor.name, "embedding.") ||
-        absl::StrContains(tensor.name, "relative_attention_bias") || absl::StartsWith(tensor.name, "shared")) {
+        absl::StrContains(tensor.name, "relative_attention_bias") ||
+        absl::StartsWith(tensor.name, "shared")) {
       continue;
     }
     modules.push_back({tensor.name.substr(0, tensor.name.rfind('.')), tensor.shape[0], tensor.shape[1]});
@@ -128,7 +129,8 @@ std::vector<Module> InBlocks(std::vector<Module> modules) {
 
 std::string Flat(const std::string& name) { return absl::StrReplaceAll(name, {{".", "_"}}); }
 
-void AddPair(Tensors& file, const std::string& down, const std::string& up, const Module& m, int64_t rank = 16) {
+void AddPair(Tensors& file, const std::string& down, const std::string& up, const Module& m,
+             int64_t rank = 16) {
   file[down] = OfShape({rank, m.columns});
   file[up] = OfShape({m.rows, rank});
 }
@@ -171,7 +173,8 @@ TEST(FluxLoraFormats, PeftUnderEveryPrefix) {
 }
 
 TEST(FluxLoraFormats, PeftWithTheNameOfAnAdapter) {
-  EXPECT_EQ(MatchAll(Peft("transformer.", Canonical(Targets()[0]), "default.")).matched, (Counts{{"transformer", 504}}));
+  EXPECT_EQ(MatchAll(Peft("transformer.", Canonical(Targets()[0]), "default.")).matched,
+            (Counts{{"transformer", 504}}));
 }
 
 TEST(FluxLoraFormats, NativeNamesWithPeftSuffixes) {

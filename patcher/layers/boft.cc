@@ -9,10 +9,12 @@ constexpr int64_t kMaxStages = 32;
 }  // namespace
 
 absl::Status Boft::Check() const {
-  if (blocks.dim() != 4 || blocks.numel() == 0 || blocks.size(2) != blocks.size(3) || blocks.size(2) % 2 != 0) {
+  if (blocks.dim() != 4 || blocks.numel() == 0 || blocks.size(2) != blocks.size(3) ||
+      blocks.size(2) % 2 != 0) {
     return BadLayer("oft_blocks must be stages of square blocks of even size");
   }
-  if (blocks.size(2) > kMaxRank) return BadLayer(absl::StrCat("blocks of ", blocks.size(2), " are out of range"));
+  if (blocks.size(2) > kMaxRank)
+    return BadLayer(absl::StrCat("blocks of ", blocks.size(2), " are out of range"));
   const int64_t rows = extent().rows;
   if (blocks.size(0) > kMaxStages || rows % (blocks.size(2) << (blocks.size(0) - 1)) != 0) {
     return BadLayer(absl::StrCat(blocks.size(0), " stages do not fit ", rows, " rows"));

@@ -1,8 +1,8 @@
 // BOFT: output rows go through m butterfly stages of block rotations, and may be rescaled. Δ = W' − W.
 //
-// Liu et al. 2023, "Parameter-Efficient Orthogonal Finetuning via Butterfly Factorization", section 4, as LyCORIS stores
-// and orders it: `oft_blocks` with four dimensions. Stage i rotates rows that lie 2^i · b/2 apart; R and the
-// constraint as in oft.h, but it is R that is applied, not Rᵀ.
+// Liu et al. 2023, "Parameter-Efficient Orthogonal Finetuning via Butterfly Factorization", section 4, as
+// LyCORIS stores and orders it: `oft_blocks` with four dimensions. Stage i rotates rows that lie 2^i · b/2
+// apart; R and the constraint as in oft.h, but it is R that is applied, not Rᵀ.
 #ifndef LATENTD_PATCHER_LAYERS_BOFT_H_
 #define LATENTD_PATCHER_LAYERS_BOFT_H_
 

@@ -14,7 +14,8 @@ struct Difference {
     visit(diff);
   }
   absl::Status Check() const {
-    return diff.dim() >= 1 && diff.dim() <= 5 && diff.numel() > 0 ? absl::OkStatus() : BadLayer("holds no number");
+    return diff.dim() >= 1 && diff.dim() <= 5 && diff.numel() > 0 ? absl::OkStatus()
+                                                                  : BadLayer("holds no number");
   }
   Extent extent() const { return {.rows = diff.size(0), .columns = Columns(diff)}; }
   int64_t rank() const { return 0; }

@@ -9,7 +9,8 @@ constexpr double kNormFloor = 1.2e-7;
 }  // namespace
 
 absl::Status Dora::Check() const {
-  if (absl::Status status = std::visit([](const auto& layer) { return layer.Check(); }, inner); !status.ok()) {
+  if (absl::Status status = std::visit([](const auto& layer) { return layer.Check(); }, inner);
+      !status.ok()) {
     return status;
   }
   const Extent extent = std::visit([](const auto& layer) { return layer.extent(); }, inner);
@@ -28,7 +29,8 @@ Extent Dora::extent() const {
 
 at::Tensor Dora::Delta(at::IntArrayRef shape, const at::Tensor& base) const {
   const at::Tensor weight = Matrix(base);
-  at::Tensor sum = std::visit([&](const auto& layer) { return layer.Delta(shape, base); }, inner).add_(weight);
+  at::Tensor sum =
+      std::visit([&](const auto& layer) { return layer.Delta(shape, base); }, inner).add_(weight);
   const at::Tensor m = magnitude.to(at::kFloat).flatten();
   if (!per_column()) {
     const at::Tensor norm = at::linalg_vector_norm(sum, 2, at::IntArrayRef{1}).clamp_min_(kNormFloor);

@@ -1,11 +1,12 @@
 // DoRA: W' = magnitude ∘ (W + Δ) / ‖W + Δ‖, Δ of a LoRA, LoHa or LoKr. Difference: W' − W.
 //
-// Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", equation 5. The shape of the magnitude says what the
-// norm is over: [1, in] one norm per input column, over all rows (`dora_scale` of OneTrainer and LyCORIS); [out, 1]
-// or [out] one per row (`dora_scale` of LyCORIS with wd_on_out, `lora_magnitude_vector` of peft).
+// Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", equation 5. The shape of the magnitude says
+// what the norm is over: [1, in] one norm per input column, over all rows (`dora_scale` of OneTrainer and
+// LyCORIS); [out, 1] or [out] one per row (`dora_scale` of LyCORIS with wd_on_out, `lora_magnitude_vector` of
+// peft).
 //
-// A norm per column is over all rows of the layer as the file has it. Where the file's layer is a fused matrix and the
-// model's weights are its parts, the parts are put together first (contribution.cc).
+// A norm per column is over all rows of the layer as the file has it. Where the file's layer is a fused
+// matrix and the model's weights are its parts, the parts are put together first (contribution.cc).
 #ifndef LATENTD_PATCHER_LAYERS_DORA_H_
 #define LATENTD_PATCHER_LAYERS_DORA_H_
 

@@ -18,7 +18,8 @@ absl::Status Glora::Check() const {
   }
   if (absl::Status status = CheckRank(rank()); !status.ok()) return status;
   if (absl::Status status = CheckRank(b2.size(0)); !status.ok()) return status;
-  if (Columns(a1) != rank() || a1.size(0) != Columns(a2) || Columns(b1) != b2.size(0) || b2.size(1) != a1.size(0)) {
+  if (Columns(a1) != rank() || a1.size(0) != Columns(a2) || Columns(b1) != b2.size(0) ||
+      b2.size(1) != a1.size(0)) {
     return BadLayer("a1, a2, b1 and b2 do not fit each other");
   }
   return absl::OkStatus();

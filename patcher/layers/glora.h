@@ -1,8 +1,8 @@
 // GLoRA as LyCORIS trains it: Δ = scale · (W · a1 · a2 + b1 · b2), scale = alpha / rank, or 1 without alpha.
 //
-// Chavan et al. 2023, "One-for-All: Generalized LoRA", equation 9, its A and B alone. Files come in two orders: today's
-// is a1 [in, r], a2 [r, in], b1 [out, r], b2 [r, in]; the older one has both pairs the other way round
-// (Δ = W · a2 · a1 + b2 · b1). Shapes tell them apart.
+// Chavan et al. 2023, "One-for-All: Generalized LoRA", equation 9, its A and B alone. Files come in two
+// orders: today's is a1 [in, r], a2 [r, in], b1 [out, r], b2 [r, in]; the older one has both pairs the other
+// way round (Δ = W · a2 · a1 + b2 · b1). Shapes tell them apart.
 #ifndef LATENTD_PATCHER_LAYERS_GLORA_H_
 #define LATENTD_PATCHER_LAYERS_GLORA_H_
 

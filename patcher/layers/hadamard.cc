@@ -29,7 +29,8 @@ absl::Status Hadamard::Check() const {
                                   CoreFits(t2, rank2) && t1.sizes().slice(2) == t2.sizes().slice(2)
                             : Columns(w1_a) == rank() && Columns(w2_a) == rank2;
   const bool outer = tucker ? Columns(w1_a) == Columns(w2_a) : w1_a.size(0) == w2_a.size(0);
-  if (!ranks || !outer || Columns(w1_b) != Columns(w2_b)) return BadLayer("the factors do not fit each other");
+  if (!ranks || !outer || Columns(w1_b) != Columns(w2_b))
+    return BadLayer("the factors do not fit each other");
   return absl::OkStatus();
 }
 

@@ -1,7 +1,7 @@
 // LoHa: Δ = scale · (w1_a · w1_b) ∘ (w2_a · w2_b), scale = alpha / rank, or 1 without alpha.
 //
-// Hyeon-Woo et al. 2021, "FedPara", proposition 2; LyCORIS (arXiv 2309.14859), section 3.3. With Tucker cores, each
-// factor is Σ_ij t[i,j,…] · w_a[i,o] · w_b[j,p].
+// Hyeon-Woo et al. 2021, "FedPara", proposition 2; LyCORIS (arXiv 2309.14859), section 3.3. With Tucker
+// cores, each factor is Σ_ij t[i,j,…] · w_a[i,o] · w_b[j,p].
 #ifndef LATENTD_PATCHER_LAYERS_HADAMARD_H_
 #define LATENTD_PATCHER_LAYERS_HADAMARD_H_
 

@@ -1,7 +1,7 @@
 // (IA)³: Δ = W ∘ v, v over input columns or over output rows.
 //
-// Liu et al. 2022, "Few-Shot Parameter-Efficient Fine-Tuning", section 3.3, with v the difference from one as LyCORIS
-// stores it.
+// Liu et al. 2022, "Few-Shot Parameter-Efficient Fine-Tuning", section 3.3, with v the difference from one as
+// LyCORIS stores it.
 #ifndef LATENTD_PATCHER_LAYERS_IA3_H_
 #define LATENTD_PATCHER_LAYERS_IA3_H_
 

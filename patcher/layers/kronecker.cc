@@ -5,8 +5,8 @@
 namespace latentd {
 namespace {
 
-absl::Status CheckFactor(absl::string_view name, const at::Tensor& full, const at::Tensor& a, const at::Tensor& b,
-                         const at::Tensor& core) {
+absl::Status CheckFactor(absl::string_view name, const at::Tensor& full, const at::Tensor& a,
+                         const at::Tensor& b, const at::Tensor& core) {
   if (full.defined()) {
     if (a.defined() || b.defined() || core.defined()) return BadLayer(absl::StrCat(name, " is there twice"));
     return IsWeight(full) ? absl::OkStatus() : BadLayer(absl::StrCat(name, " must be a matrix"));
@@ -51,8 +51,8 @@ at::Tensor Kronecker::Delta(at::IntArrayRef, const at::Tensor&) const {
   } else {
     second = Matrix(w2_a).mm(Matrix(w2_b));
   }
-  // A kernel's numbers stay together: [c · d · kernel] is the order of the flattened weight, so the product of
-  // the flattened factors is the flattened product.
+  // A kernel's numbers stay together: [c · d · kernel] is the order of the flattened weight, so the product
+  // of the flattened factors is the flattened product.
   return at::kron(first, second * scale);
 }
 

@@ -1,8 +1,8 @@
 // LoKr: Δ = scale · w1 ⊗ w2, each factor full or a product of two.
 //
-// LyCORIS (arXiv 2309.14859), section 3.3. scale = alpha / rank where a factor is a product; 1 when both are full,
-// whatever alpha says, or without alpha. w1 is a matrix [a, c], w2 is [b, d, …]; Δ is [a · b, c · d, …]. With a
-// Tucker core, w2 = Σ_ij t2[i,j,…] · w2_a[i,b] · w2_b[j,d].
+// LyCORIS (arXiv 2309.14859), section 3.3. scale = alpha / rank where a factor is a product; 1 when both are
+// full, whatever alpha says, or without alpha. w1 is a matrix [a, c], w2 is [b, d, …]; Δ is [a · b, c · d,
+// …]. With a Tucker core, w2 = Σ_ij t2[i,j,…] · w2_a[i,b] · w2_b[j,d].
 #ifndef LATENTD_PATCHER_LAYERS_KRONECKER_H_
 #define LATENTD_PATCHER_LAYERS_KRONECKER_H_
 

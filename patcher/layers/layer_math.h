@@ -1,15 +1,16 @@
 // What all layer types have in common.
 //
-// A layer type is a plain struct of a file's tensors with the same few members (see LowRank): a visitor of its
-// tensors, a check of its own shapes, what weights it fits, and its difference. A linear weight is [out, in], that
-// of a convolution [out, in, kh, kw]; formulas see both as matrices [out, in · kh · kw], so a convolution is a
-// matter of shapes.
+// A layer type is a plain struct of a file's tensors with the same few members (see LowRank): a visitor of
+// its tensors, a check of its own shapes, what weights it fits, and its difference. A linear weight is [out,
+// in], that of a convolution [out, in, kh, kw]; formulas see both as matrices [out, in · kh · kw], so a
+// convolution is a matter of shapes.
 //
 // Differences are at user weight 1, and the user's weight scales them linearly, whatever the type:
 //   W' = W + Σ_patches weight · Δ,  Δ = W'(1) − W.
-// Where a type is not linear in itself, others differ for weights that are not 1: peft scales only the low-rank
-// part of a DoRA and keeps its magnitudes; LyCORIS scales (magnitude / norm − 1) of the whole sum, and leaves
-// OFT's rescale in full force. Linear means that weight 0 is the base model and that A + B is B + A for all types.
+// Where a type is not linear in itself, others differ for weights that are not 1: peft scales only the
+// low-rank part of a DoRA and keeps its magnitudes; LyCORIS scales (magnitude / norm − 1) of the whole sum,
+// and leaves OFT's rescale in full force. Linear means that weight 0 is the base model and that A + B is B +
+// A for all types.
 #ifndef LATENTD_PATCHER_LAYERS_LAYER_MATH_H_
 #define LATENTD_PATCHER_LAYERS_LAYER_MATH_H_
 
@@ -42,7 +43,9 @@ inline int64_t Columns(const at::Tensor& t) {
 }
 
 // A matrix, or the kernel of a convolution.
-inline bool IsWeight(const at::Tensor& t) { return t.defined() && t.dim() >= 2 && t.dim() <= 5 && t.numel() > 0; }
+inline bool IsWeight(const at::Tensor& t) {
+  return t.defined() && t.dim() >= 2 && t.dim() <= 5 && t.numel() > 0;
+}
 
 inline absl::Status BadLayer(absl::string_view what) { return absl::InvalidArgumentError(what); }
 

@@ -58,17 +58,23 @@ TEST_F(LayersTest, ATuckerCoreHasTheKernel) {
   Check(layer, {}, [&](int64_t o, int64_t i, int64_t y, int64_t x) {
     float sum = 0;
     for (int64_t m = 0; m < kRank; ++m) {
-      for (int64_t n = 0; n < kRank; ++n) sum += At(layer.up, {o, m}) * At(layer.mid, {m, n, y, x}) * At(layer.down, {n, i});
+      for (int64_t n = 0; n < kRank; ++n)
+        sum += At(layer.up, {o, m}) * At(layer.mid, {m, n, y, x}) * At(layer.down, {n, i});
     }
     return sum * 2;
   });
 }
 
 TEST_F(LayersTest, LohaWithCores) {
-  const Hadamard layer{at::randn({kRank, kOut}), at::randn({kRank, kOut}), at::randn({kRank, kIn}), at::randn({kRank, kIn}),
-                       at::randn({kRank, kRank, kSide, kSide}), at::randn({kRank, kRank, kSide, kSide}), 0.5};
-  auto factor = [](const at::Tensor& core, const at::Tensor& a, const at::Tensor& b, int64_t o, int64_t i, int64_t y,
-                   int64_t x) {
+  const Hadamard layer{at::randn({kRank, kOut}),
+                       at::randn({kRank, kOut}),
+                       at::randn({kRank, kIn}),
+                       at::randn({kRank, kIn}),
+                       at::randn({kRank, kRank, kSide, kSide}),
+                       at::randn({kRank, kRank, kSide, kSide}),
+                       0.5};
+  auto factor = [](const at::Tensor& core, const at::Tensor& a, const at::Tensor& b, int64_t o, int64_t i,
+                   int64_t y, int64_t x) {
     float sum = 0;
     for (int64_t m = 0; m < kRank; ++m) {
       for (int64_t n = 0; n < kRank; ++n) sum += At(core, {m, n, y, x}) * At(a, {m, o}) * At(b, {n, i});
@@ -124,12 +130,13 @@ TEST_F(LayersTest, Ia3ScalesAKernelsInputsOrOutputs) {
 
 TEST_F(LayersTest, GloraMixesAKernelsInputsAtEachPlace) {
   const at::Tensor base = at::randn(kShape);
-  const Glora layer{at::randn({kIn, kRank, 1, 1}), at::randn({kRank, kIn, 1, 1}), at::randn({kOut, kRank, 1, 1}),
-                    at::randn({kRank, kIn, kSide, kSide}), 1};
+  const Glora layer{at::randn({kIn, kRank, 1, 1}), at::randn({kRank, kIn, 1, 1}),
+                    at::randn({kOut, kRank, 1, 1}), at::randn({kRank, kIn, kSide, kSide}), 1};
   Check(layer, base, [&](int64_t o, int64_t i, int64_t y, int64_t x) {
     float sum = 0;
     for (int64_t r = 0; r < kRank; ++r) {
-      for (int64_t c = 0; c < kIn; ++c) sum += At(base, {o, c, y, x}) * At(layer.a1, {c, r}) * At(layer.a2, {r, i});
+      for (int64_t c = 0; c < kIn; ++c)
+        sum += At(base, {o, c, y, x}) * At(layer.a1, {c, r}) * At(layer.a2, {r, i});
       sum += At(layer.b1, {o, r}) * At(layer.b2, {r, i, y, x});
     }
     return sum;

@@ -5,7 +5,8 @@ namespace latentd {
 absl::Status LowRank::Check() const {
   if (!IsWeight(down) || !IsWeight(up)) return BadLayer("down and up must be matrices");
   if (absl::Status status = CheckRank(rank()); !status.ok()) return status;
-  if (Columns(up) != rank()) return BadLayer(absl::StrCat("down has rank ", rank(), ", up has ", Columns(up)));
+  if (Columns(up) != rank())
+    return BadLayer(absl::StrCat("down has rank ", rank(), ", up has ", Columns(up)));
   if (!mid.defined()) return absl::OkStatus();
   if (mid.dim() < 3 || mid.size(0) != rank() || mid.size(1) != rank() || Columns(down) != down.size(1)) {
     return BadLayer("mid does not fit down and up");

@@ -2,7 +2,8 @@
 //
 // Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1. LoCon is the same for
 // convolutions: down has the kernel's size, up is 1×1; or both are 1×1 and a Tucker core `mid` has it:
-// Δ[o,i,…] = scale · Σ_mn up[o,m] · mid[m,n,…] · down[n,i] (LyCORIS, Yeh et al. 2023, arXiv 2309.14859, section 3.2).
+// Δ[o,i,…] = scale · Σ_mn up[o,m] · mid[m,n,…] · down[n,i] (LyCORIS, Yeh et al. 2023, arXiv 2309.14859,
+// section 3.2).
 #ifndef LATENTD_PATCHER_LAYERS_LOW_RANK_H_
 #define LATENTD_PATCHER_LAYERS_LOW_RANK_H_
 

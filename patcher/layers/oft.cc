@@ -11,10 +11,12 @@ constexpr double kNormFloor = 1e-8;
 absl::Status Oft::Check() const {
   if (blocks.empty()) return BadLayer("holds no blocks");
   for (const at::Tensor& b : blocks) {
-    if (b.dim() != 3 || b.numel() == 0 || b.size(1) != b.size(2)) return BadLayer("oft_blocks must be square blocks");
+    if (b.dim() != 3 || b.numel() == 0 || b.size(1) != b.size(2))
+      return BadLayer("oft_blocks must be square blocks");
     if (b.size(1) > kMaxRank) return BadLayer(absl::StrCat("blocks of ", b.size(1), " are out of range"));
   }
-  if (rescale.defined() && rescale.numel() != extent().rows) return BadLayer("rescale does not fit the blocks");
+  if (rescale.defined() && rescale.numel() != extent().rows)
+    return BadLayer("rescale does not fit the blocks");
   return absl::OkStatus();
 }
 

@@ -36,7 +36,8 @@ Extent PatchLayer::extent() const {
 }
 
 absl::Status PatchLayer::Check() const {
-  if (bias.defined() && (bias.numel() == 0 || bias.size(0) != bias.numel())) return BadLayer("bias is no vector");
+  if (bias.defined() && (bias.numel() == 0 || bias.size(0) != bias.numel()))
+    return BadLayer("bias is no vector");
   return std::visit(Overloaded{[](const std::monostate&) { return absl::OkStatus(); },
                                [](const auto& layer) { return layer.Check(); }},
                     math);

@@ -20,8 +20,8 @@
 namespace latentd {
 
 // std::monostate: the layer changes a bias alone.
-using LayerMath = std::variant<std::monostate, LowRank, Hadamard, Kronecker, Difference, Dora, Ia3, Glora, Oft,
-                               Boft>;
+using LayerMath =
+    std::variant<std::monostate, LowRank, Hadamard, Kronecker, Difference, Dora, Ia3, Glora, Oft, Boft>;
 
 struct PatchLayer {
   std::string name;  // module path as in the file, suffix taken off
@@ -42,9 +42,9 @@ struct PatchLayer {
   void ForEachTensor(const std::function<void(at::Tensor&)>& visit);
   int64_t bytes() const;
 
-  // Difference of the weight at user weight 1, [rows, columns], fp32. `shape` is that of the weight (for a fused
-  // layer: of its parts on top of each other), `base` its fp32 value; it may be undefined when nothing depends
-  // on it. REQUIRES: has_weight(); Check() is OK; the shape fits extent().
+  // Difference of the weight at user weight 1, [rows, columns], fp32. `shape` is that of the weight (for a
+  // fused layer: of its parts on top of each other), `base` its fp32 value; it may be undefined when nothing
+  // depends on it. REQUIRES: has_weight(); Check() is OK; the shape fits extent().
   at::Tensor Delta(at::IntArrayRef shape, const at::Tensor& base) const;
 };
 

@@ -1,4 +1,5 @@
-// Every layer type against peft or the formula, merged into fp32 and bf16 weights, whichever mode is asked for.
+// Every layer type against peft or the formula, merged into fp32 and bf16 weights, whichever mode is asked
+// for.
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
@@ -61,7 +62,8 @@ class LayerTypesGolden : public testing::TestWithParam<Case> {
 
   // What a weight is under an overlay, however it got there.
   at::Tensor Patched(const WeightSet& weights, const Overlay& overlay, Slot slot) const {
-    if (const Sidecar* sidecar = overlay.sidecar(slot)) return weights[slot].data + sidecar->up.mm(sidecar->down);
+    if (const Sidecar* sidecar = overlay.sidecar(slot))
+      return weights[slot].data + sidecar->up.mm(sidecar->down);
     const at::Tensor* merged = overlay.merged(slot);
     return merged == nullptr ? weights[slot].data : *merged;
   }
@@ -122,25 +124,43 @@ TEST_P(LayerTypesGolden, TheReportCountsHowEachTensorMetItsPatch) {
   EXPECT_EQ(reports[0].direct_tensors, merged);
   EXPECT_EQ(reports[0].sidecar_tensors, beside);
   EXPECT_EQ(merged + beside, static_cast<int64_t>(expected->tensors().size()));
-  const bool low_rank = std::string(GetParam().type).substr(0, 5) == "LoRA+" && std::string(GetParam().type) != "LoRA+DoRA";
+  const bool low_rank =
+      std::string(GetParam().type).substr(0, 5) == "LoRA+" && std::string(GetParam().type) != "LoRA+DoRA";
   EXPECT_EQ(beside > 0, low_rank && GetParam().mode != PatchMode::kDirect);
-  const auto size = LayerPatcher::OverlayBytes(layout(), 4, *transformer->patch_target, [&] {
-    std::vector<PatchSpec> specs(1);
-    specs[0].patch = patch;
-    return specs;
-  }(), {.mode = GetParam().mode});
+  const auto size = LayerPatcher::OverlayBytes(layout(), 4, *transformer->patch_target,
+                                               [&] {
+                                                 std::vector<PatchSpec> specs(1);
+                                                 specs[0].patch = patch;
+                                                 return specs;
+                                               }(),
+                                               {.mode = GetParam().mode});
   ASSERT_TRUE(size.ok());
   EXPECT_EQ(size->merged > 0, merged > 0);
   EXPECT_EQ(size->beside > 0, beside > 0);
 }
 
 std::vector<Case> Cases() {
-  constexpr std::pair<const char*, const char*> kFiles[] = {
-      {"lora-bias", "LoRA+bias"}, {"lora-diff-b", "LoRA+bias diff"}, {"dora-peft", "LoRA+DoRA"},
-      {"dora-columns", "LoRA+DoRA"}, {"dora-of-lokr", "LoKr+DoRA"}, {"loha", "LoHa"}, {"lokr", "LoKr"},
-      {"lokr-full", "LoKr"}, {"lokr-products", "LoKr"}, {"full", "full diff"}, {"ia3-peft", "IA3"},
-      {"ia3-rows", "IA3"}, {"ia3-columns", "IA3"}, {"glora", "GLoRA"}, {"glora-old", "GLoRA"}, {"oft", "OFT"},
-      {"oft-constraint", "OFT"}, {"oft-rescaled", "OFT"}, {"oft-by-part", "OFT"}, {"boft", "BOFT"}, {"norm", "norm"}};
+  constexpr std::pair<const char*, const char*> kFiles[] = {{"lora-bias", "LoRA+bias"},
+                                                            {"lora-diff-b", "LoRA+bias diff"},
+                                                            {"dora-peft", "LoRA+DoRA"},
+                                                            {"dora-columns", "LoRA+DoRA"},
+                                                            {"dora-of-lokr", "LoKr+DoRA"},
+                                                            {"loha", "LoHa"},
+                                                            {"lokr", "LoKr"},
+                                                            {"lokr-full", "LoKr"},
+                                                            {"lokr-products", "LoKr"},
+                                                            {"full", "full diff"},
+                                                            {"ia3-peft", "IA3"},
+                                                            {"ia3-rows", "IA3"},
+                                                            {"ia3-columns", "IA3"},
+                                                            {"glora", "GLoRA"},
+                                                            {"glora-old", "GLoRA"},
+                                                            {"oft", "OFT"},
+                                                            {"oft-constraint", "OFT"},
+                                                            {"oft-rescaled", "OFT"},
+                                                            {"oft-by-part", "OFT"},
+                                                            {"boft", "BOFT"},
+                                                            {"norm", "norm"}};
   std::vector<Case> cases;
   for (const auto& [file, type] : kFiles) {
     for (PatchMode mode : {PatchMode::kDirect, PatchMode::kSidecar}) cases.push_back({file, type, mode});
