@@ -5,99 +5,210 @@
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "c10/core/GradMode.h"
 #include "cache/error.h"
 
 namespace latentd {
 namespace {
 
+at::Tensor SwapHalves(const at::Tensor& rows) {
+  auto halves = rows.chunk(2, 0);
+  return at::cat({halves[1], halves[0]}, 0);
+}
+
+// The rows of a layer's tensor that are for a part of it.
+at::Tensor RowsOf(const at::Tensor& all, const LayerPart& part) {
+  const at::Tensor rows = all.narrow(0, part.row_begin, part.rows);
+  return part.swap_halves ? SwapHalves(rows) : rows;
+}
+
 // The rows of `up` for a part, with weight and scale, in fp32.
-at::Tensor ScaledUp(const Contribution& c) {
-  at::Tensor up = c.layer->up.narrow(0, c.part.row_begin, c.part.rows).to(at::kFloat);
-  if (c.part.swap_halves) {
-    auto halves = up.chunk(2, 0);
-    up = at::cat({halves[1], halves[0]}, 0);
+at::Tensor ScaledUp(const Contribution& c, const LowRank& layer) {
+  return Matrix(RowsOf(layer.up, c.part)) * (c.weight * layer.scale);
+}
+
+// The differences of fused layers, each kept until the last of its parts took its rows.
+class Deltas {
+ public:
+  Deltas(const WeightSet& base, const Contributions& contributions) : base_(base) {
+    for (const auto& [index, shares] : contributions) {
+      for (const Contribution& c : shares) uses_[c.layer] += c.bias ? 0 : 1;
+    }
   }
-  return up * (c.weight * c.layer->scale);
+
+  // The rows for a contribution to a weight, at user weight 1.
+  at::Tensor Rows(const Contribution& c) {
+    at::Tensor& delta = kept_[c.layer];
+    if (!delta.defined()) delta = Make(c);
+    const at::Tensor rows = RowsOf(delta, c.part);
+    if (--uses_[c.layer] == 0) kept_.erase(c.layer);
+    return rows;
+  }
+
+ private:
+  at::Tensor Make(const Contribution& c) const {
+    std::vector<int64_t> shape = base_.layout()[c.parts->front().weight].shape;
+    shape[0] = 0;
+    for (const LayerPart& part : *c.parts) shape[0] = std::max(shape[0], part.row_begin + part.rows);
+    at::Tensor base;
+    if (c.layer->depends_on_base()) {
+      if (c.parts->size() == 1 && !c.part.swap_halves) {
+        base = base_[c.part.weight].data.to(at::kFloat);
+      } else {
+        base = at::empty(shape, at::kFloat);
+        for (const LayerPart& part : *c.parts) {
+          const at::Tensor& stored = base_[part.weight].data;
+          base.narrow(0, part.row_begin, part.rows).copy_(part.swap_halves ? SwapHalves(stored) : stored);
+        }
+      }
+    }
+    return c.layer->Delta(shape, base);
+  }
+
+  const WeightSet& base_;
+  std::map<const PatchLayer*, int64_t> uses_;
+  std::map<const PatchLayer*, at::Tensor> kept_;
+};
+
+constexpr absl::string_view kWeightSuffix = ".weight";
+
+// The bias of the module whose weight this is; empty when it has none.
+Slot BiasOf(const ComponentLayout& layout, Slot weight) {
+  return layout.Find(absl::StrCat(absl::StripSuffix(layout[weight].name, kWeightSuffix), ".bias"));
 }
 
 }  // namespace
 
 absl::Status LoraMismatch(const std::string& name, absl::string_view what, ErrorDetails details) {
   details["lora"] = name;
-  return MakeError(absl::StatusCode::kFailedPrecondition, "LORA_MISMATCH", absl::StrCat("LoRA ", name, " ", what),
-                   details);
+  return MakeError(absl::StatusCode::kFailedPrecondition, "LORA_MISMATCH",
+                   absl::StrCat("LoRA ", name, " ", what), details);
 }
 
-absl::Status CheckShapes(const std::string& name, const LoraLayer& layer, const std::vector<LayerPart>& parts,
-                         const ComponentLayout& layout) {
+absl::Status CheckShapes(const std::string& name, const PatchLayer& layer,
+                         const std::vector<LayerPart>& parts, const ComponentLayout& layout) {
+  auto mismatch = [&](const std::string& what) {
+    return LoraMismatch(name, absl::StrCat("does not fit: layer ", layer.name, " ", what),
+                        {{"layer", layer.name}});
+  };
+  const Extent extent = layer.extent();
   int64_t rows = 0;
   for (const LayerPart& part : parts) {
-    const auto& shape = layout[part.weight].shape;
+    const std::vector<int64_t>& shape = layout[part.weight].shape;
+    const std::string& weight = layout[part.weight].name;
     rows = std::max(rows, part.row_begin + part.rows);
-    if (shape.size() != 2 || shape[1] != layer.down.size(1)) {
-      return LoraMismatch(name,
-                      absl::StrCat("does not fit: layer ", layer.name, " takes ", layer.down.size(1), " inputs, ",
-                                   layout[part.weight].name, " is [", absl::StrJoin(shape, ", "), "]"),
-                      {{"layer", layer.name}});
+    int64_t columns = 1;
+    for (size_t d = 1; d < shape.size(); ++d) columns *= shape[d];
+    if (layer.has_weight() && shape.size() == 1 && !std::holds_alternative<Difference>(layer.math)) {
+      return mismatch(absl::StrCat("is for a matrix, ", weight, " is a vector"));
+    }
+    if (layer.has_weight() && ((extent.columns >= 0 && extent.columns != columns) ||
+                               (extent.inputs >= 0 && (shape.size() < 2 || extent.inputs != shape[1])))) {
+      return mismatch(absl::StrCat("takes ", extent.inputs >= 0 ? extent.inputs : extent.columns, " inputs, ",
+                                   weight, " is [", absl::StrJoin(shape, ", "), "]"));
+    }
+    if (layer.bias.defined() && !BiasOf(layout, part.weight)) {
+      return mismatch(absl::StrCat("changes a bias, ", weight, " has none"));
     }
   }
-  if (rows != layer.up.size(0)) {
-    return LoraMismatch(name,
-                    absl::StrCat("does not fit: layer ", layer.name, " gives ", layer.up.size(0), " outputs, the model has ",
-                                 rows),
-                    {{"layer", layer.name}});
+  if (layer.has_weight() && extent.rows >= 0 && rows != extent.rows) {
+    return mismatch(absl::StrCat("gives ", extent.rows, " outputs, the model has ", rows));
+  }
+  if (layer.bias.defined() && layer.bias.numel() != rows) {
+    return mismatch(absl::StrCat("has ", layer.bias.numel(), " numbers for its bias, the model has ", rows));
   }
   return absl::OkStatus();
 }
 
 absl::StatusOr<Contributions> Collect(const ComponentLayout& layout, const PatchTarget& target,
-                                      const std::vector<PatchSpec>& specs, bool on_host) {
+                                      const std::vector<PatchSpec>& specs) {
   const LayerResolver resolver(target);
   Contributions by_slot;
   for (size_t s = 0; s < specs.size(); ++s) {
     const PatchSpec& spec = specs[s];
     if (spec.weight == 0) continue;
-    const ModelPatch& patch = on_host && spec.handle ? spec.handle.As<ModelPatch>() : *spec.patch;
-    for (const LoraLayer& layer : patch.layers()) {
-      const std::vector<LayerPart> parts = resolver.Resolve(layer.name);
-      if (parts.empty()) continue;
-      RETURN_IF_ERROR(CheckShapes(spec.name, layer, parts, layout));
-      for (const LayerPart& part : parts) by_slot[part.weight.index].push_back({&layer, s, spec.weight, part});
+    const ModelPatch& patch = spec.handle ? spec.handle.As<ModelPatch>() : *spec.patch;
+    for (size_t l = 0; l < patch.layers().size(); ++l) {
+      const PatchLayer& layer = patch.layers()[l];
+      auto parts = std::make_shared<const std::vector<LayerPart>>(resolver.Resolve(layer.name));
+      if (parts->empty()) continue;
+      RETURN_IF_ERROR(CheckShapes(spec.name, layer, *parts, layout));
+      Contribution c{.layer = &layer,
+                     .beside = &spec.patch->layers()[l],
+                     .spec = s,
+                     .weight = spec.weight,
+                     .part = {},
+                     .bias = false,
+                     .parts = parts};
+      for (const LayerPart& part : *parts) {
+        c.part = part;
+        if (layer.has_weight()) by_slot[part.weight.index].push_back(c);
+        if (!layer.bias.defined()) continue;
+        Contribution bias = c;
+        bias.bias = true;
+        bias.part.weight = BiasOf(layout, part.weight);
+        by_slot[bias.part.weight.index].push_back(std::move(bias));
+      }
     }
   }
   return by_slot;
 }
 
+SplitContributions Split(const ComponentLayout& layout, Contributions contributions, bool all_direct) {
+  SplitContributions split;
+  for (auto& [index, shares] : contributions) {
+    const bool beside = !all_direct && layout[Slot{index}].shape.size() == 2 &&
+                        std::all_of(shares.begin(), shares.end(), [](const Contribution& c) {
+                          return !c.bias && c.layer->low_rank() != nullptr;
+                        });
+    (beside ? split.beside : split.direct).emplace(index, std::move(shares));
+  }
+  return split;
+}
+
 int64_t MergedBytes(const WeightSet& base, const Contributions& contributions) {
   int64_t bytes = 0;
-  for (const auto& [index, shares] : contributions) bytes += static_cast<int64_t>(base[Slot{index}].data.nbytes());
+  for (const auto& [index, shares] : contributions)
+    bytes += static_cast<int64_t>(base[Slot{index}].data.nbytes());
   return bytes;
 }
 
-absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base, const Contributions& contributions,
+absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
+                                                       const Contributions& contributions,
                                                        const std::function<bool()>& cancelled) {
   const c10::NoGradGuard no_grad;
   std::vector<Weight> merged(base.layout().tensors().size());
+  Deltas deltas(base, contributions);
   for (const auto& [index, shares] : contributions) {
     if (cancelled()) {
       return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while patches were merged");
     }
     const Weight& weight = base[Slot{index}];
     at::Tensor sum = weight.data.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
-    for (const Contribution& c : shares) sum.addmm_(ScaledUp(c), c.layer->down.to(at::kFloat));
+    const at::Tensor matrix = sum.view({sum.size(0), -1});
+    for (const Contribution& c : shares) {
+      if (c.bias) {
+        sum.add_(RowsOf(c.layer->bias, c.part).to(at::kFloat), c.weight);
+      } else if (const LowRank* low_rank = c.layer->low_rank()) {
+        matrix.addmm_(ScaledUp(c, *low_rank), Matrix(low_rank->down));  // needs no difference in full
+      } else {
+        matrix.add_(deltas.Rows(c), c.weight);
+      }
+    }
     merged[static_cast<size_t>(index)] = {sum.to(weight.data.scalar_type()), weight.form};
   }
   RETURN_IF_ERROR(base.Check());
   return std::make_shared<const WeightSet>(base, std::move(merged));
 }
 
-int64_t SidecarBytes(const ComponentLayout& layout, const Contributions& contributions, at::ScalarType compute) {
+int64_t SidecarBytes(const ComponentLayout& layout, const Contributions& contributions,
+                     at::ScalarType compute) {
   int64_t elements = 0;
   for (const auto& [index, shares] : contributions) {
     const std::vector<int64_t>& shape = layout[Slot{index}].shape;
     int64_t rank = 0;
-    for (const Contribution& c : shares) rank += c.layer->rank();
+    for (const Contribution& c : shares) rank += c.layer->low_rank()->rank();
     elements += rank * (shape[0] + shape[1]);
   }
   return elements * static_cast<int64_t>(c10::elementSize(compute));
@@ -108,8 +219,9 @@ std::unique_ptr<Sidecar> MakeSidecar(const std::vector<Contribution>& contributi
   std::vector<at::Tensor> downs;
   std::vector<at::Tensor> ups;
   for (const Contribution& c : contributions) {
-    downs.push_back(c.layer->down.to(compute));
-    ups.push_back(ScaledUp(c));
+    const LowRank& low_rank = *c.beside->low_rank();
+    downs.push_back(low_rank.down.reshape({low_rank.rank(), -1}).to(compute));
+    ups.push_back(ScaledUp(c, low_rank));
   }
   return std::make_unique<Sidecar>(Sidecar{downs.size() == 1 ? downs[0] : at::cat(downs, 0),
                                            (ups.size() == 1 ? ups[0] : at::cat(ups, 1)).to(compute)});

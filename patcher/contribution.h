@@ -1,8 +1,12 @@
-// What patches do to the tensors of one component, and the formulas for it. For the files of LayerPatcher.
+// What patches do to the tensors of one component. For the files of LayerPatcher; formulas are in layers/.
 //
-// A layer's difference is scale · weight · up · down. Merged: summed over all patches of a tensor in fp32, added
-// to the fp32 value of the weight, rounded once to its storage type. Sidecar: the same sum as one pair of
-// matrices, patches concatenated along the rank.
+// Direct: the differences of all patches of a tensor, weight · Δ, are summed in fp32, added to the fp32 value
+// of the weight, and rounded once to its storage type. Beside it: the same sum as one pair of matrices,
+// patches concatenated along the rank; for tensors that meet nothing but plain low-rank layers.
+//
+// Where a file's layer is a fused matrix and the model has its parts, the difference is made for the whole
+// layer and each part takes its rows. What depends on the weights (DoRA, OFT, …) is given the parts put
+// together again, so that norms and blocks that reach over parts are those of the fused matrix.
 #ifndef LATENTD_PATCHER_CONTRIBUTION_H_
 #define LATENTD_PATCHER_CONTRIBUTION_H_
 
@@ -24,37 +28,51 @@ namespace latentd {
 
 // One layer's share in one tensor.
 struct Contribution {
-  const LoraLayer* layer;  // of a patch that its spec keeps alive
-  size_t spec;             // index of that spec
-  double weight;           // of that spec
-  LayerPart part;
+  const PatchLayer* layer;  // in host memory where the spec has a handle; its spec keeps it alive
+  const PatchLayer*
+      beside;      // the same layer where the overlay is used; only plain low-rank layers have tensors there
+  size_t spec;     // index of that spec
+  double weight;   // of that spec
+  LayerPart part;  // rows of the layer, and the weight or bias that they are for
+  bool bias = false;                                    // the layer's difference of the bias
+  std::shared_ptr<const std::vector<LayerPart>> parts;  // of the whole layer, for the weight
 };
 
 // By slot; tensors that no patch touches are not in it.
 using Contributions = std::map<int32_t, std::vector<Contribution>>;
 
+// Contributions by how they meet their tensors.
+struct SplitContributions {
+  Contributions direct, beside;
+};
+
 // FAILED_PRECONDITION LORA_MISMATCH about the LoRA `name`.
 absl::Status LoraMismatch(const std::string& name, absl::string_view what, ErrorDetails details);
 
 // Does the layer fit the tensors that its name means? Errors: LORA_MISMATCH with the layer.
-absl::Status CheckShapes(const std::string& name, const LoraLayer& layer, const std::vector<LayerPart>& parts,
-                         const ComponentLayout& layout);
+absl::Status CheckShapes(const std::string& name, const PatchLayer& layer,
+                         const std::vector<LayerPart>& parts, const ComponentLayout& layout);
 
-// Which patches meet in which tensor. Specs of weight 0 do nothing. `on_host`: take the patches as they are in
-// host memory, where a spec has both. Errors: LORA_MISMATCH.
+// Which patches meet in which tensor. Specs of weight 0 do nothing. Errors: LORA_MISMATCH.
 absl::StatusOr<Contributions> Collect(const ComponentLayout& layout, const PatchTarget& target,
-                                      const std::vector<PatchSpec>& specs, bool on_host);
+                                      const std::vector<PatchSpec>& specs);
+
+// Unless `all_direct`, tensors that meet nothing but plain low-rank layers are beside: decided by the kinds
+// of layers alone.
+SplitContributions Split(const ComponentLayout& layout, Contributions contributions, bool all_direct);
 
 // Bytes of the tensors that Merge makes.
 int64_t MergedBytes(const WeightSet& base, const Contributions& contributions);
 
-// A set of the patched weights alone, in host memory. Errors: CANCELLED when `cancelled` says so (asked for each
-// tensor); those of WeightSet::Check.
-absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base, const Contributions& contributions,
+// A set of the patched weights alone, in host memory. Errors: CANCELLED when `cancelled` says so (asked for
+// each tensor); those of WeightSet::Check.
+absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
+                                                       const Contributions& contributions,
                                                        const std::function<bool()>& cancelled);
 
 // Bytes that the sidecars of all tensors take, in the compute type.
-int64_t SidecarBytes(const ComponentLayout& layout, const Contributions& contributions, at::ScalarType compute);
+int64_t SidecarBytes(const ComponentLayout& layout, const Contributions& contributions,
+                     at::ScalarType compute);
 
 // All contributions to one tensor as one pair of matrices. May alias a patch.
 std::unique_ptr<Sidecar> MakeSidecar(const std::vector<Contribution>& contributions, at::ScalarType compute);

@@ -14,9 +14,9 @@ namespace latentd {
 namespace {
 
 // "transformer+dusk@1f3a*0.5": all that merged weights depend on, so that two sets are never taken for each
-// other.
-std::string MergedName(const ModelKey& component, const std::vector<PatchSpec>& specs) {
-  std::string name = component.component;
+// other. `partly`: the set leaves out tensors that another mode would merge.
+std::string MergedName(const ModelKey& component, const std::vector<PatchSpec>& specs, bool partly) {
+  std::string name = absl::StrCat(component.component, partly ? "~" : "");
   for (const PatchSpec& spec : specs) {
     if (spec.weight == 0) continue;
     absl::StrAppend(&name, "+", spec.handle.key().ToString(), "*", absl::StrFormat("%.17g", spec.weight));
@@ -30,7 +30,8 @@ void Sort(std::vector<PatchSpec>& specs) {
                    [](const PatchSpec& a, const PatchSpec& b) { return a.name < b.name; });
 }
 
-MemoryBudget::Request Ask(int64_t bytes, MemoryUse use, const PatchTarget& target, const ApplyOptions& options) {
+MemoryBudget::Request Ask(int64_t bytes, MemoryUse use, const PatchTarget& target,
+                          const ApplyOptions& options) {
   return {.bytes = bytes,
           .use = use,
           .owner = options.owner,
@@ -41,8 +42,8 @@ MemoryBudget::Request Ask(int64_t bytes, MemoryUse use, const PatchTarget& targe
 
 }  // namespace
 
-absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const std::string& name, double weight,
-                                                absl::Span<const PatchTarget> targets) {
+absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const std::string& name,
+                                                double weight, absl::Span<const PatchTarget> targets) {
   PatchReport report;
   report.name = name;
   report.format = patch.format();
@@ -52,7 +53,7 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
   resolvers.reserve(targets.size());
   for (const PatchTarget& target : targets) resolvers.emplace_back(target);
   int64_t matched = 0;
-  for (const LoraLayer& layer : patch.layers()) {
+  for (const PatchLayer& layer : patch.layers()) {
     bool found = false;
     for (size_t t = 0; t < targets.size() && !found; ++t) {
       const std::vector<LayerPart> parts = resolvers[t].Resolve(layer.name);
@@ -69,41 +70,45 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
   if (matched == 0) {
     const std::string sample = absl::StrJoin(report.unmatched, ", ");
     return LoraMismatch(name,
-                    absl::StrCat("is for another architecture: none of its ", report.layers_in_file,
-                                 " layers matches this model (", sample, ")"),
-                    {{"sample", sample}, {"layers_in_file", absl::StrCat(report.layers_in_file)}});
+                        absl::StrCat("is for another architecture: none of its ", report.layers_in_file,
+                                     " layers matches this model (", sample, ")"),
+                        {{"sample", sample}, {"layers_in_file", absl::StrCat(report.layers_in_file)}});
   }
   return report;
 }
 
-ModelKey LayerPatcher::MergedKey(const ModelKey& component, std::vector<PatchSpec>& specs) {
+ModelKey LayerPatcher::MergedKey(const ModelKey& component, std::vector<PatchSpec>& specs, bool partly) {
   Sort(specs);
-  return {component.id, MergedName(component, specs)};
+  return {component.id, MergedName(component, specs, partly)};
 }
 
-absl::StatusOr<int64_t> LayerPatcher::OverlayBytes(const ComponentLayout& layout, double bytes_per_number,
-                                                   const PatchTarget& target, std::vector<PatchSpec> specs,
-                                                   const ApplyOptions& options) {
-  const bool direct = options.mode == PatchMode::kDirect;
-  ASSIGN_OR_RETURN(const Contributions contributions, Collect(layout, target, specs, /*on_host=*/direct));
-  if (!direct) return SidecarBytes(layout, contributions, options.compute);
+absl::StatusOr<LayerPatcher::OverlaySize> LayerPatcher::OverlayBytes(const ComponentLayout& layout,
+                                                                     double bytes_per_number,
+                                                                     const PatchTarget& target,
+                                                                     const std::vector<PatchSpec>& specs,
+                                                                     const ApplyOptions& options) {
+  ASSIGN_OR_RETURN(Contributions contributions, Collect(layout, target, specs));
+  const auto [direct, beside] = Split(layout, std::move(contributions), options.mode == PatchMode::kDirect);
   double bytes = 0;
-  for (const auto& [index, shares] : contributions) {
+  for (const auto& [index, shares] : direct) {
     double numbers = 1;
     for (int64_t extent : layout[Slot{index}].shape) numbers *= static_cast<double>(extent);
     bytes += numbers * bytes_per_number;
   }
-  return static_cast<int64_t>(bytes);
+  return OverlaySize{.merged = static_cast<int64_t>(bytes),
+                     .beside = SidecarBytes(layout, beside, options.compute)};
 }
 
 absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarget& target,
-                                       const std::vector<PatchSpec>& specs, const Contributions& contributions,
+                                       const std::vector<PatchSpec>& specs,
+                                       const Contributions& contributions, bool partly,
                                        const ApplyOptions& options, Overlay& overlay) {
   Device* const device = options.device;
   const bool elsewhere = device != nullptr && !device->uses_host_memory();
-  const bool cacheable = options.cache != nullptr && std::all_of(specs.begin(), specs.end(), [](const PatchSpec& s) {
-                           return s.weight == 0 || static_cast<bool>(s.handle);
-                         });
+  const bool cacheable =
+      options.cache != nullptr && std::all_of(specs.begin(), specs.end(), [](const PatchSpec& s) {
+        return s.weight == 0 || static_cast<bool>(s.handle);
+      });
   const int64_t bytes = MergedBytes(weights, contributions);
   if (!cacheable) {
     if (device != nullptr) {
@@ -114,7 +119,8 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
                      Merge(weights, contributions, [&] { return options.stop.stop_requested(); }));
     overlay.merged_ = overlay.merged_on_host_;
     if (elsewhere) {
-      ASSIGN_OR_RETURN(auto copy, overlay.merged_on_host_->CopyTo(*device, options.resident, nullptr, options.stop));
+      ASSIGN_OR_RETURN(auto copy,
+                       overlay.merged_on_host_->CopyTo(*device, options.resident, nullptr, options.stop));
       overlay.merged_ = std::static_pointer_cast<const WeightSet>(std::move(copy));
     }
     return absl::OkStatus();
@@ -129,19 +135,19 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
   for (const PatchSpec& spec : specs) {
     if (spec.weight != 0) loader.sources.push_back(spec.handle.key().id);
   }
-  ASSIGN_OR_RETURN(overlay.merged_record_,
-                   options.cache->Lock({options.component.id, MergedName(options.component, specs)}, loader,
-                                       {.owner = options.owner, .deadline = options.deadline, .stop = options.stop}));
+  ASSIGN_OR_RETURN(
+      overlay.merged_record_,
+      options.cache->Lock({options.component.id, MergedName(options.component, specs, partly)}, loader,
+                          {.owner = options.owner, .deadline = options.deadline, .stop = options.stop}));
   overlay.merged_on_host_ = std::static_pointer_cast<const WeightSet>(overlay.merged_record_.resource());
   overlay.merged_ = overlay.merged_on_host_;
   if (elsewhere) {
-    ASSIGN_OR_RETURN(overlay.merged_residency_,
-                     options.cache->LockOnDevice(overlay.merged_record_, *device,
-                                                 {.owner = options.owner,
-                                                  .mode = ResidencyMode::kFull,
-                                                  .blocks = options.resident,
-                                                  .deadline = options.deadline,
-                                                  .stop = options.stop}));
+    ASSIGN_OR_RETURN(overlay.merged_residency_, options.cache->LockOnDevice(overlay.merged_record_, *device,
+                                                                            {.owner = options.owner,
+                                                                             .mode = ResidencyMode::kFull,
+                                                                             .blocks = options.resident,
+                                                                             .deadline = options.deadline,
+                                                                             .stop = options.stop}));
     overlay.merged_ = std::static_pointer_cast<const WeightSet>(overlay.merged_residency_.resource());
   }
   return absl::OkStatus();
@@ -152,7 +158,7 @@ absl::Status LayerPatcher::ApplySidecar(const WeightSet& weights, const PatchTar
                                         Overlay& overlay) {
   if (options.device != nullptr) {
     const int64_t bytes = SidecarBytes(weights.layout(), contributions, options.compute);
-    ASSIGN_OR_RETURN(overlay.reservation_,
+    ASSIGN_OR_RETURN(overlay.beside_,
                      options.device->budget().Reserve(Ask(bytes, MemoryUse::kMerged, target, options)));
   }
   overlay.sidecars_.resize(weights.layout().tensors().size());
@@ -165,14 +171,16 @@ absl::Status LayerPatcher::ApplySidecar(const WeightSet& weights, const PatchTar
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightSet& weights, const PatchTarget& target,
+absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightSet& weights,
+                                                                   const PatchTarget& target,
                                                                    std::vector<PatchSpec> specs,
                                                                    const ApplyOptions& options,
                                                                    std::vector<PatchReport>* reports) {
   Sort(specs);
-  const bool direct = options.mode == PatchMode::kDirect;
-  ASSIGN_OR_RETURN(const Contributions contributions, Collect(weights.layout(), target, specs, /*on_host=*/direct));
+  ASSIGN_OR_RETURN(Contributions contributions, Collect(weights.layout(), target, specs));
   if (contributions.empty()) return nullptr;
+  const auto [direct, beside] =
+      Split(weights.layout(), std::move(contributions), options.mode == PatchMode::kDirect);
 
   auto overlay = std::make_shared<Overlay>();
   int64_t uncached_bytes = 0;
@@ -181,15 +189,21 @@ absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightS
     ASSIGN_OR_RETURN(overlay->uncached_patches_,
                      options.cache->ram().Reserve(Ask(uncached_bytes, MemoryUse::kPatches, target, options)));
   }
-  RETURN_IF_ERROR(direct ? ApplyDirect(weights, target, specs, contributions, options, *overlay)
-                         : ApplySidecar(weights, target, contributions, options, *overlay));
+  if (!direct.empty()) {
+    RETURN_IF_ERROR(
+        ApplyDirect(weights, target, specs, direct, /*partly=*/!beside.empty(), options, *overlay));
+  }
+  if (!beside.empty()) RETURN_IF_ERROR(ApplySidecar(weights, target, beside, options, *overlay));
   if (reports != nullptr) {
-    const auto counter = direct ? &PatchReport::direct_tensors : &PatchReport::sidecar_tensors;
-    for (const auto& [index, shares] : contributions) {
-      for (const Contribution& c : shares) {
-        if (c.spec < reports->size()) ++((*reports)[c.spec].*counter);
+    auto count = [&](const Contributions& tensors, int64_t PatchReport::*counter) {
+      for (const auto& [index, shares] : tensors) {
+        for (const Contribution& c : shares) {
+          if (c.spec < reports->size()) ++((*reports)[c.spec].*counter);
+        }
       }
-    }
+    };
+    count(direct, &PatchReport::direct_tensors);
+    count(beside, &PatchReport::sidecar_tensors);
   }
   overlay->specs_ = std::move(specs);
   return overlay;

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/types/span.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "cache/device.h"
 #include "cache/model_cache.h"
 #include "cache/weight_set.h"
@@ -31,8 +31,12 @@ using Contributions = std::map<int32_t, std::vector<Contribution>>;
 // How a patch meets its weight.
 //   direct   added to a copy of the weight: all deltas of a tensor summed in fp32, rounded once
 //   sidecar  computed beside it at each call
-//   auto     per tensor, from the weight's storage form and the kind of layer alone: low-rank layers go
-//            sidecar. Never from what happens to be resident, so the same request gives the same bytes
+//   auto     per tensor, from the weight's storage form and the kinds of layers alone: tensors that meet
+//   nothing
+//            but plain low-rank layers go sidecar. Never from what happens to be resident, so the same
+//            request gives the same bytes
+// Only plain low-rank differences of a linear weight can be computed beside it. A tensor that meets another
+// kind, and every bias, is merged in all modes; the report counts it as direct.
 enum class PatchMode { kAuto, kDirect, kSidecar };
 
 struct ApplyOptions {
@@ -44,8 +48,8 @@ struct ApplyOptions {
   // With a cache, merged weights are a record of it, under the component's key and the names of the patches:
   // they are found again by whoever asks for the same set with the same weights.
   ModelCache* cache = nullptr;
-  ModelKey component = {};  // key of the component's record; REQUIRED with a cache
-  std::string owner = {};   // of reservations and locks
+  ModelKey component = {};                       // key of the component's record; REQUIRED with a cache
+  std::string owner = {};                        // of reservations and locks
   absl::Time deadline = absl::InfiniteFuture();  // of waits for memory
   std::stop_token stop = {};                     // checked per layer
 };
@@ -73,28 +77,34 @@ class LayerPatcher {
   static absl::StatusOr<PatchReport> Match(const ModelPatch& patch, const std::string& name, double weight,
                                            absl::Span<const PatchTarget> targets);
 
-  // Overlay of `specs` on the component that `target` describes; `weights` are its weights in host memory. Layers for other components are left
-  // alone; specs of weight 0 are held but change nothing. The specs are taken in order of name, so A+B and
-  // B+A are one set. Returns null when nothing applies to this component, and then the specs end.
-  // `reports`, when given, holds one report per spec in order of name; mode counts are added to it.
+  // Overlay of `specs` on the component that `target` describes; `weights` are its weights in host memory.
+  // Layers for other components are left alone; specs of weight 0 are held but change nothing. The specs are
+  // taken in order of name, so A+B and B+A are one set. Returns null when nothing applies to this component,
+  // and then the specs end. `reports`, when given, holds one report per spec in order of name; mode counts
+  // are added to it.
   static absl::StatusOr<std::shared_ptr<const Overlay>> Apply(const WeightSet& weights,
                                                               const PatchTarget& target,
                                                               std::vector<PatchSpec> specs,
                                                               const ApplyOptions& options,
                                                               std::vector<PatchReport>* reports = nullptr);
 
-  // What Apply would take, without doing it: bytes of merged weights (direct) or of what is computed beside them,
-  // where `bytes_per_number` is that of the component's weights.
-  static absl::StatusOr<int64_t> OverlayBytes(const ComponentLayout& layout, double bytes_per_number,
-                                              const PatchTarget& target, std::vector<PatchSpec> specs,
-                                              const ApplyOptions& options);
-  // The record that merged weights of `specs` are. REQUIRES: all have handles.
-  static ModelKey MergedKey(const ModelKey& component, std::vector<PatchSpec>& specs);
+  // What Apply would take, without doing it, where `bytes_per_number` is that of the component's weights.
+  struct OverlaySize {
+    int64_t merged = 0;  // bytes of merged weights
+    int64_t beside = 0;  // bytes of what is computed beside them
+  };
+  static absl::StatusOr<OverlaySize> OverlayBytes(const ComponentLayout& layout, double bytes_per_number,
+                                                  const PatchTarget& target,
+                                                  const std::vector<PatchSpec>& specs,
+                                                  const ApplyOptions& options);
+  // The record that merged weights of `specs` are; `partly` when other tensors have patches beside them.
+  // REQUIRES: all have handles.
+  static ModelKey MergedKey(const ModelKey& component, std::vector<PatchSpec>& specs, bool partly);
 
  private:
   static absl::Status ApplyDirect(const WeightSet& weights, const PatchTarget& target,
                                   const std::vector<PatchSpec>& specs, const Contributions& contributions,
-                                  const ApplyOptions& options, Overlay& overlay);
+                                  bool partly, const ApplyOptions& options, Overlay& overlay);
   static absl::Status ApplySidecar(const WeightSet& weights, const PatchTarget& target,
                                    const Contributions& contributions, const ApplyOptions& options,
                                    Overlay& overlay);

@@ -12,12 +12,12 @@
 
 namespace latentd {
 
-// A share of a LoRA layer: rows [row_begin, row_begin + rows) of its `up`, for one whole weight.
+// A share of a LoRA layer: rows [row_begin, row_begin + rows) of it, for one whole weight.
 struct LayerPart {
   Slot weight;
   int64_t row_begin = 0;
   int64_t rows = 0;
-  bool swap_halves = false;  // `up`'s rows come as [a | b], the weight's are [b | a]
+  bool swap_halves = false;  // the layer's rows come as [a | b], the weight's are [b | a]
 };
 
 // Names with dots are looked up as paths, in the canonical layout and through the key maps. Flattened names

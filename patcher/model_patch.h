@@ -6,6 +6,7 @@
 #define LATENTD_PATCHER_MODEL_PATCH_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -15,24 +16,17 @@
 #include "absl/status/statusor.h"
 #include "cache/resource.h"
 #include "cache/weight_files.h"
+#include "patcher/layers/patch_layer.h"
+#include "patcher/patch_keys.h"
 
 namespace latentd {
-
-// Low-rank difference of one linear layer: ΔW = scale · up · down, scale = alpha / rank, or 1 without alpha.
-// Formula: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
-struct LoraLayer {
-  std::string name;     // module path as in the file, suffix taken off
-  at::Tensor down;      // [rank, in], storage type of the file
-  at::Tensor up;        // [out, rank]
-  double scale = 1;     // alpha / rank
-  bool has_alpha = false;
-  int64_t rank() const { return down.size(0); }
-};
 
 // What a file's header tells of it.
 struct PatchSummary {
   std::string format;
+  std::string family;  // a guess; see patch_identity.h
   int64_t layers = 0;
+  std::map<std::string, int64_t> layer_types;  // number of layers by type (LayerType in patch_keys.h)
 };
 
 class ModelPatch : public Resource {
@@ -41,16 +35,27 @@ class ModelPatch : public Resource {
   static absl::StatusOr<PatchSummary> Summarize(const WeightFiles& files);
 
   // Parses and checks a file. All of it or nothing: a file with keys of a kind that is not supported is
-  // refused, not applied in part. Errors: DATA_LOSS CORRUPT_FILE; INVALID_ARGUMENT INVALID_LORA (a pair
+  // refused, not applied in part. Errors: DATA_LOSS CORRUPT_FILE; INVALID_ARGUMENT INVALID_LORA (a layer
   // incomplete, shapes that do not fit each other, alpha or a value not finite, no layer at all);
   // UNIMPLEMENTED UNSUPPORTED_LORA with the layer type and sample keys.
   static absl::StatusOr<std::shared_ptr<const ModelPatch>> Load(std::shared_ptr<const WeightFiles> files,
                                                                 const LoadContext& context);
 
-  const std::vector<LoraLayer>& layers() const { return layers_; }
+  // The same for tensors in memory. Tensors without storage (at::kMeta) make a patch that can be matched, not
+  // applied; scalars need values.
+  static absl::StatusOr<std::shared_ptr<const ModelPatch>> FromTensors(
+      const std::map<std::string, at::Tensor>& tensors);
+
+  // In order of name; the same in a copy on a device, where layers that are never computed beside a weight
+  // have no tensors.
+  const std::vector<PatchLayer>& layers() const { return layers_; }
+  // Tensors of the file that belong to no layer and were left out (bundled embeddings).
+  int64_t ignored() const { return ignored_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   // "diffusers/PEFT", "kohya", "BFL (native names)": how the file names its layers.
   const std::string& format() const { return format_; }
+  // The architecture that it seems to be for; empty when its names do not tell.
+  const std::string& family() const { return family_; }
 
   int64_t bytes() const override { return bytes_; }
   absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device& device, const std::vector<bool>& resident,
@@ -60,12 +65,16 @@ class ModelPatch : public Resource {
   absl::Status Check() const override { return files_ ? files_->Check() : absl::OkStatus(); }
 
  private:
-  std::vector<LoraLayer> layers_;
+  using Read = std::function<absl::StatusOr<at::Tensor>(const std::string&)>;
+  absl::Status Build(const NamedShapes& shapes, const Read& read, const LoadContext& context, int64_t total);
+
+  std::vector<PatchLayer> layers_;
   std::map<std::string, std::string> metadata_;
-  std::string format_;
+  std::string format_, family_;
   std::shared_ptr<const WeightFiles> files_;
   int64_t bytes_ = 0;
   int64_t device_bytes_ = 0;
+  int64_t ignored_ = 0;
 };
 
 }  // namespace latentd

@@ -47,7 +47,7 @@ class Overlay {
   const at::Tensor* merged_on_host(Slot slot) const { return Find(merged_on_host_.get(), slot); }
 
   // Bytes that the overlay itself has promised; merged weights that are a record of the cache are not in it.
-  int64_t bytes() const { return reservation_.bytes(); }
+  int64_t bytes() const { return reservation_.bytes() + beside_.bytes(); }
 
  private:
   friend class LayerPatcher;
@@ -57,8 +57,9 @@ class Overlay {
 
   // What tensors need is before them: it ends after them.
   std::vector<PatchSpec> specs_;
-  Reservation reservation_;          // of what is not in a record, on the device's budget
-  Reservation uncached_patches_;     // of patches without a handle, in host memory
+  Reservation reservation_;       // of merged weights that are not in a record, on the device's budget
+  Reservation beside_;            // of sidecars, on the device's budget
+  Reservation uncached_patches_;  // of patches without a handle, in host memory
   LockHandle merged_record_;
   DeviceLock merged_residency_;
   std::shared_ptr<const WeightSet> merged_on_host_, merged_;

@@ -93,9 +93,8 @@ std::shared_ptr<const ModelPatch> OnesLora() {
 
 // What a device's copy of a patch is to that device: the same layers, there.
 void MoveTo(at::Device device, const ModelPatch& patch) {
-  for (const LoraLayer& layer : patch.layers()) {
-    const_cast<at::Tensor&>(layer.down) = layer.down.to(device);
-    const_cast<at::Tensor&>(layer.up) = layer.up.to(device);
+  for (const PatchLayer& layer : patch.layers()) {
+    const_cast<PatchLayer&>(layer).ForEachTensor([&](at::Tensor& tensor) { tensor = tensor.to(device); });
   }
 }
 

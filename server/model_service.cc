@@ -31,7 +31,8 @@ struct Page {
 absl::StatusOr<Page> PageOf(const std::vector<std::string>& names, int page_size, const std::string& token) {
   if (page_size < 0) return FieldError("page_size", "must not be negative");
   const int size = page_size == 0 ? kDefaultPageSize : std::min(page_size, kMaxPageSize);
-  if (!token.empty() && !IsValidName(token)) return FieldError("page_token", "is no token of an earlier page");
+  if (!token.empty() && !IsValidName(token))
+    return FieldError("page_token", "is no token of an earlier page");
   Page page;
   if (!token.empty()) {
     page.begin = static_cast<size_t>(std::upper_bound(names.begin(), names.end(), token) - names.begin());
@@ -56,7 +57,8 @@ v1::Model ToProto(const OpenModel& model) {
     out.set_bytes(component.files->tensor_bytes());
     out.set_parameters(component.layout->parameter_count());
     std::map<DType, int64_t> bytes;
-    for (const auto& [name, entry] : component.files->tensors()) bytes[entry.info->dtype] += entry.info->bytes;
+    for (const auto& [name, entry] : component.files->tensors())
+      bytes[entry.info->dtype] += entry.info->bytes;
     auto most = std::max_element(bytes.begin(), bytes.end(),
                                  [](const auto& a, const auto& b) { return a.second < b.second; });
     if (most != bytes.end()) out.set_storage_type(StorageName(most->first));
@@ -86,6 +88,7 @@ v1::Lora ToProto(const LoraFile& lora, const PatchSummary& summary) {
   proto.set_id(lora.id);
   proto.set_bytes(lora.bytes);
   proto.set_format(summary.format);
+  proto.set_family(summary.family);
   proto.set_layers(summary.layers);
   return proto;
 }
@@ -152,9 +155,13 @@ grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerCont
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     ASSIGN_OR_RETURN(LoraFile lora, core_->catalog->Lora(request->name()));
     ASSIGN_OR_RETURN(std::shared_ptr<const ModelPatch> patch, ReadPatch(lora));
-    *response->mutable_lora() = ToProto(lora, {patch->format(), static_cast<int64_t>(patch->layers().size())});
-    for (const LoraLayer& layer : patch->layers()) {
-      ++(*response->mutable_layers_by_rank())[static_cast<int>(layer.rank())];
+    *response->mutable_lora() = ToProto(lora, {.format = patch->format(),
+                                               .family = patch->family(),
+                                               .layers = static_cast<int64_t>(patch->layers().size()),
+                                               .layer_types = {}});
+    for (const PatchLayer& layer : patch->layers()) {
+      if (layer.rank() > 0) ++(*response->mutable_layers_by_rank())[static_cast<int>(layer.rank())];
+      ++(*response->mutable_layers_by_type())[layer.type];
       if (layer.has_alpha) response->set_layers_with_alpha(response->layers_with_alpha() + 1);
       if (response->sample_keys_size() < static_cast<int>(kMaxSamples)) response->add_sample_keys(layer.name);
     }

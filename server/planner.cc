@@ -358,10 +358,12 @@ class Planner {
     return !report.ok() || report->matched.count(component) != 0;
   }
 
-  // What patches add to a phase: a record of merged weights, or bytes beside the weights.
+  // What patches add to a phase: a record of merged weights, bytes beside the weights, or both.
   struct Overlay {
-    std::string record;
-    int64_t bytes = 0;
+    std::string record;  // empty = none
+    int64_t record_bytes = 0;
+    bool record_first = false;  // applied before it is known which blocks are resident: copied in full
+    int64_t beside_bytes = 0;
   };
 
   bool RunPhase(const std::string& name, Executor& executor, int64_t slices, bool can_tile) {
@@ -403,11 +405,10 @@ class Planner {
     }
     const std::string what = absl::StrCat("working memory of ", name);
     const Overlay overlay = OverlayOf(component, request.key);
-    if (!overlay.record.empty() && !ram_.Lock(overlay.record, "merged", overlay.bytes)) return false;
+    if (!overlay.record.empty() && !ram_.Lock(overlay.record, "merged", overlay.record_bytes)) return false;
     if (it == devices_.end()) {
-      const int64_t beside = overlay.record.empty() ? overlay.bytes : 0;
-      if (!ram_.Promise(beside, "patches") || !ram_.Promise(working, what)) return false;
-      ram_.GiveBack(working + beside);
+      if (!ram_.Promise(overlay.beside_bytes, "patches") || !ram_.Promise(working, what)) return false;
+      ram_.GiveBack(working + overlay.beside_bytes);
     } else if (!RunOnDevice(it->second, component, key, working, overlay, &phase)) {
       return false;
     }
@@ -432,7 +433,7 @@ class Planner {
     v1::PlanResponse::Phase unused;
     int64_t ring = 0, none = 0;
     std::vector<std::string> copies;
-    if (overlay.record.empty() && overlay.bytes > 0) {
+    if (mode_ != PatchMode::kDirect) {
       for (const LoraChoice& lora : loras_) {
         if (!Reaches(lora, component.name)) continue;
         copies.push_back(lora.request.key.ToString());
@@ -441,23 +442,25 @@ class Planner {
           return false;
       }
     }
-    const int64_t beside = overlay.record.empty() ? overlay.bytes : 0;
-    if (!device.Promise(beside, "patches") ||
+    auto lock_merged = [&](double share) {
+      copies.push_back(overlay.record);
+      const auto resident = static_cast<int64_t>(share * static_cast<double>(overlay.record_bytes));
+      return device.Lock(overlay.record, "merged", {{resident, true}}, ResidencyMode::kFull, ring_slots,
+                         &unused, &none);
+    };
+    if (overlay.record_first && !lock_merged(1)) return false;
+    if (!device.Promise(overlay.beside_bytes, "patches") ||
         !device.Promise(working, absl::StrCat("working memory of ", component.name)) ||
         !device.Lock(key, component.name, DescribeBlocks(component), mode, ring_slots, phase, &ring)) {
       return false;
     }
-    if (!overlay.record.empty()) {
-      // Of merged weights, those are copied whose blocks are resident.
-      const double share =
-          static_cast<double>(phase->resident_bytes()) / static_cast<double>(phase->full_bytes());
-      const auto resident = static_cast<int64_t>(share * static_cast<double>(overlay.bytes));
-      if (!device.Lock(overlay.record, "merged", {{resident, true}}, ResidencyMode::kFull, ring_slots,
-                       &unused, &none))
-        return false;
-      copies.push_back(overlay.record);
+    // Of merged weights, those are copied whose blocks are resident.
+    if (!overlay.record.empty() && !overlay.record_first &&
+        !lock_merged(static_cast<double>(phase->resident_bytes()) /
+                     static_cast<double>(phase->full_bytes()))) {
+      return false;
     }
-    device.GiveBack(working + ring + beside);
+    device.GiveBack(working + ring + overlay.beside_bytes);
     for (const std::string& copy : copies) device.Unlock(copy);
     device.Unlock(key);
     return true;
@@ -486,16 +489,21 @@ class Planner {
     const double bytes_per_number = BytesPerNumber(component);
     const bool direct = mode_ == PatchMode::kDirect;
     const bool all_read = unread_bytes == 0;
-    if (direct) {
-      overlay.record = all_read ? LayerPatcher::MergedKey(key, specs).ToString()
-                                : absl::StrCat(key.ToString(), " with patches");
-    }
-    const auto bytes = LayerPatcher::OverlayBytes(*component.layout, bytes_per_number,
-                                                  *component.patch_target, std::move(specs), {.mode = mode_});
-    overlay.bytes = bytes.value_or(0);
+    // A file that was not read yet is taken for plain low-rank layers.
+    const auto size = LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, *component.patch_target,
+                                                 specs, {.mode = mode_})
+                          .value_or(LayerPatcher::OverlaySize{});
+    overlay.record_bytes = size.merged;
+    overlay.beside_bytes = size.beside;
     // A file holds its matrices in half the type's width, as a rule; merged, they touch the whole component.
-    if (!all_read)
-      overlay.bytes = direct ? component.files->tensor_bytes() : overlay.bytes + 2 * unread_bytes;
+    if (!all_read && direct) overlay.record_bytes = component.files->tensor_bytes();
+    if (!all_read && !direct) overlay.beside_bytes += 2 * unread_bytes;
+    if (overlay.record_bytes > 0) {
+      const bool partly = overlay.beside_bytes > 0;
+      overlay.record = all_read ? LayerPatcher::MergedKey(key, specs, partly).ToString()
+                                : absl::StrCat(key.ToString(), " with patches");
+      overlay.record_first = !direct;
+    }
     return overlay;
   }
 

@@ -9,6 +9,7 @@
 #include "cache/error.h"
 #include "families/config/json_config.h"
 #include "families/flux/flux_keys.h"
+#include "families/flux/flux_lora.h"
 #include "families/flux/flux_pipeline.h"
 
 namespace latentd {
@@ -89,13 +90,7 @@ absl::StatusOr<Component> OpenTransformer(const ModelFiles& files, const std::st
   if (file.native) component.key_map = FluxNativeKeys();
   parts.transformer = std::make_shared<const FluxTransformer>(config);
   component.layout = parts.transformer->layout();
-  component.patch_target =
-      PatchTarget{.component = component.name,
-                  .layout = component.layout,
-                  .key_maps = {FluxNativeKeys()},
-                  .dotted_prefixes = {"transformer.", "diffusion_model.", "base_model.model.",
-                                      "base_model.model.transformer.", "model.diffusion_model.", ""},
-                  .flat_prefixes = {"lora_unet_", "lora_transformer_", "lycoris_"}};
+  component.patch_target = FluxTransformerTarget(component.layout);
   return component;
 }
 
@@ -114,13 +109,7 @@ absl::StatusOr<Component> OpenClip(const std::string& base, FluxParts& parts) {
   }
   parts.clip = std::make_shared<const ClipTextModel>(config);
   component.layout = parts.clip->layout();
-  component.patch_target =
-      PatchTarget{.component = component.name,
-                  .layout = component.layout,
-                  .key_maps = {},
-                  .dotted_prefixes = {"text_encoder.text_model.", "text_encoder.",
-                                      "text_encoders.clip_l.transformer.text_model.", "text_model."},
-                  .flat_prefixes = {"lora_te1_text_model_", "lora_te_text_model_", "lora_te1_", "lora_te_"}};
+  component.patch_target = FluxClipTarget(component.layout);
   return component;
 }
 
@@ -132,12 +121,7 @@ absl::StatusOr<Component> OpenT5(const std::string& base, FluxParts& parts) {
   ASSIGN_OR_RETURN(parts.t5_tokenizer, T5Tokenizer::Load(base + "/tokenizer_2", config.vocabulary));
   parts.t5 = std::make_shared<const T5Encoder>(config);
   component.layout = parts.t5->layout();
-  component.patch_target =
-      PatchTarget{.component = component.name,
-                  .layout = component.layout,
-                  .key_maps = {},
-                  .dotted_prefixes = {"text_encoder_2.", "text_encoders.t5xxl.transformer."},
-                  .flat_prefixes = {"lora_te2_", "lora_te3_"}};
+  component.patch_target = FluxT5Target(component.layout);
   return component;
 }
 

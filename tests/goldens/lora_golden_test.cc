@@ -165,10 +165,10 @@ class LayerPatcherTest : public testing::Test {
 
 TEST_F(LayerPatcherTest, DirectIsTheFormulaRoundedOnce) {
   auto overlay = Apply(Two("diffusers", "kohya"), PatchMode::kDirect);
-  const LoraLayer* layer = nullptr;
+  const LowRank* layer = nullptr;
   auto patch = LoadPatch("diffusers");
-  for (const LoraLayer& l : patch->layers()) {
-    if (l.name == "transformer.transformer_blocks.0.attn.to_q") layer = &l;
+  for (const PatchLayer& l : patch->layers()) {
+    if (l.name == "transformer.transformer_blocks.0.attn.to_q") layer = l.low_rank();
   }
   ASSERT_NE(layer, nullptr);
   const at::Tensor expected = (*weights)[slot].data.to(at::kDouble) +

@@ -1,0 +1,179 @@
+// Files as they come in from strangers, and what is understood of them.
+#include "patcher/model_patch.h"
+
+#include <limits>
+
+#include "ATen/ATen.h"
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace latentd {
+namespace {
+
+using Tensors = std::map<std::string, at::Tensor>;
+using testing::HasSubstr;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+Tensors Pair(const std::string& name = "a") {
+  return {{name + ".lora_down.weight", at::ones({2, 8})}, {name + ".lora_up.weight", at::ones({6, 2})}};
+}
+
+Tensors With(Tensors tensors, const std::string& key, const at::Tensor& value) {
+  tensors[key] = value;
+  return tensors;
+}
+
+absl::Status StatusOf(const Tensors& tensors) { return ModelPatch::FromTensors(tensors).status(); }
+
+const PatchLayer& Only(const std::shared_ptr<const ModelPatch>& patch) { return patch->layers().at(0); }
+
+TEST(ModelPatchTest, TheScaleIsAlphaOverRankOrOne) {
+  EXPECT_EQ(Only(*ModelPatch::FromTensors(Pair())).low_rank()->scale, 1);
+  EXPECT_EQ(Only(*ModelPatch::FromTensors(With(Pair(), "a.alpha", at::scalar_tensor(1)))).low_rank()->scale,
+            0.5);
+}
+
+TEST(ModelPatchTest, TwoFullKroneckerFactorsIgnoreAlpha) {
+  const Tensors full = {
+      {"a.lokr_w1", at::ones({2, 2})}, {"a.lokr_w2", at::ones({3, 4})}, {"a.alpha", at::scalar_tensor(8)}};
+  EXPECT_EQ(std::get<Kronecker>(Only(*ModelPatch::FromTensors(full)).math).scale, 1);
+  const Tensors low_rank = {{"a.lokr_w1", at::ones({2, 2})},
+                            {"a.lokr_w2_a", at::ones({3, 4})},
+                            {"a.lokr_w2_b", at::ones({4, 4})},
+                            {"a.alpha", at::scalar_tensor(8)}};
+  EXPECT_EQ(std::get<Kronecker>(Only(*ModelPatch::FromTensors(low_rank)).math).scale, 2);
+}
+
+TEST(ModelPatchTest, LayersOfAllKindsMayStandInOneFile) {
+  Tensors tensors = Pair("a");
+  tensors["b.diff"] = at::ones({4, 4});
+  tensors["c.w_norm"] = at::ones({4});
+  tensors["d.weight"] = at::ones({4});
+  tensors["d.on_input"] = at::scalar_tensor(1, at::kLong);
+  tensors["e.oft_blocks"] = at::ones({2, 3, 3});
+  tensors["f.oft_blocks"] = at::ones({1, 2, 4, 4});
+  tensors["g.diff_b"] = at::ones({4});
+  tensors["bundle_emb.x.clip_l"] = at::ones({4, 4});
+  const auto patch = ModelPatch::FromTensors(tensors);
+  ASSERT_TRUE(patch.ok()) << patch.status();
+  std::vector<std::string> types;
+  for (const PatchLayer& layer : (*patch)->layers()) types.push_back(layer.type);
+  EXPECT_THAT(types,
+              testing::ElementsAre("LoRA", "full diff", "norm", "IA3", "OFT", "BOFT", "bias diff only"));
+  EXPECT_EQ((*patch)->ignored(), 1);
+  EXPECT_EQ((*patch)->bytes(), 4 * (16 + 12 + 16 + 4 + 4 + 18 + 32 + 4));
+}
+
+TEST(ModelPatchTest, WhatIsNotFiniteIsRefused) {
+  for (float value : {kInfinity, -kInfinity, kNaN}) {
+    for (const Tensors& tensors :
+         {With(Pair(), "a.alpha", at::scalar_tensor(value)),
+          With(Pair(), "a.lora_up.weight", at::full({6, 2}, value)),
+          With(Pair(), "a.dora_scale", at::full({1, 8}, value)),
+          With(Pair(), "a.diff_b", at::full({6}, value)), With({}, "a.diff", at::full({2, 2}, value)),
+          Tensors{{"a.weight", at::full({4}, value)}, {"a.on_input", at::scalar_tensor(0)}},
+          Tensors{{"a.weight", at::ones({4})}, {"a.on_input", at::scalar_tensor(value)}}}) {
+      const absl::Status status = StatusOf(tensors);
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr("finite"));
+    }
+  }
+}
+
+// Each is one layer "a" that must not load.
+TEST(ModelPatchTest, ShapesThatLieAreRefused) {
+  const at::Tensor huge = at::empty({1'000'000'000, 1}, at::TensorOptions().device(at::kMeta));
+  const std::vector<Tensors> files = {
+      {{"a.lora_down.weight", huge}, {"a.lora_up.weight", huge.t()}},
+      With(Pair(), "a.lora_up.weight", at::ones({6, 3})),
+      With(Pair(), "a.lora_up.weight", at::ones({6})),
+      With(Pair(), "a.lora_down.weight", at::ones({0, 8})),
+      With(Pair(), "a.lora_mid.weight", at::ones({3, 3, 1, 1})),
+      With(Pair(), "a.dora_scale", at::ones({1, 7})),
+      With(Pair(), "a.dora_scale", at::ones({7, 1})),
+      With(Pair(), "a.lora_magnitude_vector", at::ones({8})),
+      With(Pair(), "a.alpha", at::ones({2})),
+      With(Pair(), "a.diff_b", at::ones({2, 3})),
+      {{"a.hada_w1_a", at::ones({4, 2})},
+       {"a.hada_w1_b", at::ones({2, 4})},
+       {"a.hada_w2_a", at::ones({5, 2})},
+       {"a.hada_w2_b", at::ones({2, 4})}},
+      {{"a.lokr_w1", at::ones({2})}, {"a.lokr_w2", at::ones({2, 2})}},
+      {{"a.lokr_w1", at::ones({2, 2})}, {"a.lokr_w2_a", at::ones({2, 2})}, {"a.lokr_w2_b", at::ones({3, 2})}},
+      {{"a.weight", at::ones({2, 2})}, {"a.on_input", at::scalar_tensor(0)}},
+      {{"a.a1.weight", at::ones({4, 2})},
+       {"a.a2.weight", at::ones({2, 4})},
+       {"a.b1.weight", at::ones({6, 2})},
+       {"a.b2.weight", at::ones({2, 5})}},
+      {{"a.oft_blocks", at::ones({2, 3, 4})}},
+      {{"a.oft_blocks", at::ones({2, 3, 3})}, {"a.rescale", at::ones({5, 1})}},
+      {{"a.oft_blocks", at::ones({9, 2, 4, 4})}},
+      {{"a.oft_blocks", at::ones({70, 2, 4, 4})}},
+      {{"a.diff", at::ones({0, 2})}},
+  };
+  for (size_t i = 0; i < files.size(); ++i) {
+    const absl::Status status = StatusOf(files[i]);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << i << ": " << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("layer a: ")) << i;
+  }
+}
+
+TEST(ModelPatchTest, LayersThatAreNotWholeAreRefused) {
+  const std::vector<Tensors> files = {
+      {{"a.lora_down.weight", at::ones({2, 8})}},
+      {{"a.alpha", at::scalar_tensor(1)}},
+      {{"a.lora_mid.weight", at::ones({2, 2, 3, 3})}},
+      {{"a.hada_w1_a", at::ones({4, 2})}},
+      {{"a.lokr_w1", at::ones({2, 2})}},
+      {{"a.lokr_w1", at::ones({2, 2})}, {"a.lokr_w2", at::ones({2, 2})}, {"a.lokr_w2_a", at::ones({2, 2})}},
+      {{"a.on_input", at::scalar_tensor(0)}},
+      {{"a.a1.weight", at::ones({4, 2})}},
+      {{"a.rescale", at::ones({4, 1})}},
+      {{"a.oft_blocks.1", at::ones({2, 3, 3})}},
+      {{"a.oft_blocks", at::ones({2, 3, 3})}, {"a.oft_blocks.0", at::ones({2, 3, 3})}},
+      {{"a.dora_scale", at::ones({4, 1})}},
+      {{"a.dora_scale", at::ones({2, 1})}, {"a.diff", at::ones({2, 2})}},
+      With(Pair(), "a.diff", at::ones({6, 8})),
+      With(With(Pair(), "a.diff_b", at::ones({6})), "a.lora_B.bias", at::ones({6})),
+      With(With(Pair(), "a.dora_scale", at::ones({6, 1})), "a.lora_magnitude_vector", at::ones({6})),
+      With(Pair(), "a.lora_A.default.weight", at::ones({2, 8})),
+  };
+  for (size_t i = 0; i < files.size(); ++i) {
+    const absl::Status status = StatusOf(files[i]);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << i << ": " << status;
+  }
+}
+
+TEST(ModelPatchTest, AFileWithUnknownKeysIsRefusedAsAWhole) {
+  for (const char* key :
+       {"b.mystery", "b.weight", "b.lora_down.wait", "a.diff_m", "unet:0:down", "a.oft_blocks.x"}) {
+    const absl::Status status = StatusOf(With(Pair(), key, at::ones({2, 2})));
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << key;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(key));
+  }
+}
+
+TEST(ModelPatchTest, AFileWithoutLayersIsRefused) {
+  EXPECT_EQ(StatusOf({}).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(StatusOf({{"model.weight", at::ones({2, 2})}}).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(StatusOf({{"bundle_emb.x", at::ones({2, 2})}}).code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(ModelPatchTest, NumbersThatAreNoFloatsAreRefused) {
+  EXPECT_EQ(StatusOf(With(Pair(), "a.lora_up.weight", at::ones({6, 2}, at::kLong))).code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST(ModelPatchTest, AMillionKeysAreRefusedBeforeAnyIsRead) {
+  NamedShapes shapes;
+  for (int i = 0; i < 1'000'000; ++i)
+    shapes.emplace_hint(shapes.end(), absl::StrCat(i + 1'000'000, ".diff"), std::vector<int64_t>{1, 1});
+  EXPECT_EQ(PatchKeys::Group(shapes).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace latentd
