@@ -1,6 +1,7 @@
 // Many runs in one process: nothing grows.
 #include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 #include <numeric>
 
@@ -53,13 +54,17 @@ TEST(Soak, TwoHundredAlternatingRunsOfTwoModelsOverACapThatFitsOne) {
   }
   EXPECT_EQ(server.WhatIsNotAtRest(), "");
   EXPECT_GT(server.stats().evicted(EvictReason::kRoom), 200) << "the cap is not in the way";
-  // The first runs fill the heap's pools.
-  const std::vector<int64_t> later(resident.begin() + 50, resident.end());
-  const double slope = Slope(later);
-  std::cout << "resident " << later.front() / 1024 << " KiB → " << later.back() / 1024 << " KiB, slope "
-            << slope << " bytes per run\n";
+  // The first runs fill the heap's pools, and on a busy machine a thread more takes a pool of its own: a step. What
+  // leaks grows in every part.
+  double slope = 1e9;
+  for (auto part = resident.begin() + 50; part != resident.end(); part += 50) {
+    slope = std::min(slope, Slope({part, part + 50}));
+  }
+  std::cout << "resident " << resident[50] / 1024 << " KiB → " << resident.back() / 1024
+            << " KiB, smallest slope of three parts " << slope << " bytes per run\n";
   // One leaked LoRA or conditioning per run would be 16 KiB and more.
   EXPECT_LT(slope, 8192);
+  EXPECT_LT(resident.back() - resident[50], 16 << 20);
   server.core().cache->Trim(MemoryBudget::kUnlimited);
   const CacheStats stats = server.stats();
   EXPECT_EQ(stats.ram.in_use_bytes, 0);
