@@ -43,6 +43,7 @@ PatchTarget FluxTransformerTarget(std::shared_ptr<const ComponentLayout> layout)
           .key_maps = {FluxNativeKeys(), FluxLoraKeys()},
           .dotted_prefixes = {"transformer.", "diffusion_model.", "base_model.model.",
                               "base_model.model.transformer.", "model.diffusion_model.", ""},
+          .growable = {"x_embedder.weight"},
           .flat_prefixes = {"lora_unet_", "lora_transformer_", "lycoris_", "oft_unet_"}};
 }
 

@@ -59,9 +59,10 @@ const ComponentLayout& Transformer() { return *Targets()[0].layout; }
 // What a file is to the full-size model.
 struct Outcome {
   int64_t layers = 0;
-  Counts matched, tensors;  // by component: layers, and tensors that they mean
+  Counts matched, tensors;  // by component: layers, and weights that they mean
   Counts types, ranks;
   int64_t with_alpha = 0, ignored = 0;
+  Counts grown;
 };
 
 Outcome MatchAll(const Tensors& file) {
@@ -75,6 +76,7 @@ Outcome MatchAll(const Tensors& file) {
   EXPECT_EQ(report->unmatched_count, 0) << testing::PrintToString(report->unmatched);
   outcome.layers = report->layers_in_file;
   outcome.matched = report->matched;
+  outcome.grown = report->grown;
   outcome.ignored = (*patch)->ignored();
   std::vector<LayerResolver> resolvers;
   resolvers.reserve(Targets().size());
@@ -83,6 +85,7 @@ Outcome MatchAll(const Tensors& file) {
     ++outcome.types[layer.type];
     if (layer.rank() > 0) ++outcome.ranks[absl::StrCat(layer.rank())];
     outcome.with_alpha += layer.has_alpha ? 1 : 0;
+    if (layer.type == "set scale") continue;  // a vector, whole in every layout
     for (size_t t = 0; t < resolvers.size(); ++t) {
       const size_t parts = resolvers[t].Resolve(layer.name).size();
       if (parts > 0) outcome.tensors[Targets()[t].component] += static_cast<int64_t>(parts);
@@ -267,12 +270,19 @@ TEST(FluxLoraFormats, AShapeThatDoesNotFitNamesTheLayer) {
   EXPECT_THAT(std::string(report.status().message()), testing::HasSubstr("transformer.proj_out"));
 }
 
-TEST(FluxLoraFormats, AControlLoraIsRefusedByName) {
-  Tensors file = Peft("", Native());
-  file["double_blocks.0.img_attn.norm.query_norm.scale"] = OfShape({128});
-  const auto patch = ModelPatch::FromTensors(file);
-  EXPECT_EQ(patch.status().code(), absl::StatusCode::kUnimplemented);
-  EXPECT_THAT(std::string(patch.status().message()), testing::HasSubstr("control LoRA"));
+TEST(FluxLoraFormats, ControlLorasGrowTheInputAndSetNorms) {
+  Tensors file;
+  for (Module m : Native()) {
+    if (m.name == "img_in") m.columns *= 2;
+    AddPair(file, m.name + ".lora_A.weight", m.name + ".lora_B.weight", m);
+    file[m.name + ".lora_B.bias"] = OfShape({m.rows});
+  }
+  for (const std::string& name : FluxNativeKeys()->NativeModules(Transformer())) {
+    if (absl::EndsWith(name, "_norm")) file[name + ".scale"] = OfShape({128});
+  }
+  const Outcome outcome = MatchAll(file);
+  EXPECT_EQ(outcome.types, (Counts{{"LoRA+bias", 314}, {"set scale", 152}}));
+  EXPECT_EQ(outcome.grown, (Counts{{"transformer.x_embedder.weight", 128}}));
 }
 
 // ------------------------------------------------------------------------------------------ published files
@@ -296,10 +306,6 @@ TEST(FluxLoraFiles, EveryPublishedKeyListMatchesInFull) {
     const nlohmann::json listed = ReadJson(absl::StrCat(folder, "/", name, ".json"));
     for (const auto& [key, shape] : listed["tensors"].items()) {
       file[key] = OfShape(shape.get<std::vector<int64_t>>());
-    }
-    if (name == "flux1_bfl_control") {  // grows the model's input layer
-      EXPECT_EQ(ModelPatch::FromTensors(file).status().code(), absl::StatusCode::kUnimplemented);
-      continue;
     }
     auto component = [](const std::string& of) {
       return of == "unet" ? "transformer" : of == "te1" ? "text_encoder" : "text_encoder_2";
