@@ -29,6 +29,38 @@ at::Tensor ScaledUp(const Contribution& c, const LowRank& layer) {
   return Matrix(RowsOf(layer.up, c.part)) * (c.weight * layer.scale);
 }
 
+// Numbers that are merged at a time: in fp32, they and their factors stay in a processor's own cache.
+constexpr int64_t kMergedAtATime = 1 << 17;
+
+// Plain low-rank layers as wide as the weight, and nothing else.
+bool OnlyLowRank(const at::Tensor& weight, const std::vector<Contribution>& shares) {
+  return absl::c_all_of(shares, [&](const Contribution& c) {
+    return !c.bias && c.layer->low_rank() != nullptr && c.layer->extent().columns == Columns(weight);
+  });
+}
+
+// weight + Σ up · down, a few rows at a time, so that memory is read once and written once.
+at::Tensor MergeLowRank(const at::Tensor& weight, const std::vector<Contribution>& shares) {
+  std::vector<at::Tensor> ups, downs;
+  for (const Contribution& c : shares) {
+    ups.push_back(ScaledUp(c, *c.layer->low_rank()));
+    downs.push_back(Matrix(c.layer->low_rank()->down));
+  }
+  const at::Tensor up = ups.size() == 1 ? ups[0] : at::cat(ups, 1);
+  const at::Tensor down = downs.size() == 1 ? downs[0] : at::cat(downs, 0);
+  at::Tensor result = at::empty(weight.sizes(), weight.options());
+  const at::Tensor from = weight.reshape({weight.size(0), -1}), to = result.view({weight.size(0), -1});
+  const int64_t rows = std::min(from.size(0), std::max<int64_t>(1, kMergedAtATime / from.size(1)));
+  const at::Tensor scratch = at::empty({rows, from.size(1)}, at::kFloat);
+  for (int64_t row = 0; row < from.size(0); row += rows) {
+    const int64_t n = std::min(rows, from.size(0) - row);
+    at::Tensor sum = scratch.narrow(0, 0, n);
+    sum.copy_(from.narrow(0, row, n));
+    to.narrow(0, row, n).copy_(sum.addmm_(up.narrow(0, row, n), down));
+  }
+  return result;
+}
+
 // The differences of fused layers, each kept until the last of its parts took its rows.
 class Deltas {
  public:
@@ -215,6 +247,10 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
       return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while patches were merged");
     }
     const Weight& weight = base[Slot{index}];
+    if (OnlyLowRank(weight.data, shares)) {
+      merged[static_cast<size_t>(index)] = {MergeLowRank(weight.data, shares), weight.form};
+      continue;
+    }
     at::Tensor sum = weight.data.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
     if (sum.dim() == 2) sum = at::constant_pad_nd(sum, {0, ColumnsOf(sum.sizes(), shares) - sum.size(1)});
     at::Tensor matrix = sum.view({sum.size(0), -1});
@@ -229,7 +265,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
         continue;
       } else if (const LowRank* low_rank = c.layer->low_rank()) {
         const at::Tensor down = Matrix(low_rank->down);
-        matrix.narrow(1, 0, down.size(1)).addmm_(ScaledUp(c, *low_rank), down);  // no difference in full
+        matrix.narrow(1, 0, down.size(1)).addmm_(ScaledUp(c, *low_rank), down);
       } else {
         const at::Tensor rows = deltas.Rows(c);
         matrix.narrow(1, 0, rows.size(1)).add_(rows, c.weight);

@@ -200,6 +200,25 @@ TEST(FluxLoraFormats, PartsOfFusedLayersByNumber) {
   EXPECT_EQ(outcome.tensors, outcome.matched);
 }
 
+// OneTrainer's OMI: the native names with numbered parts, encoders by what they are.
+TEST(FluxLoraFormats, Omi) {
+  Tensors file;
+  for (const Module& m : Native()) {
+    const auto parts = FluxNativeKeys()->Resolve(m.name, Transformer());
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const std::string name = m.name == "img_in" ? "img_in.proj" : m.name;
+      AddKohya(file, absl::StrCat("transformer.", name, parts.size() > 1 ? absl::StrCat(".", i) : ""),
+               {m.name, parts[i].rows, m.columns});
+    }
+  }
+  for (const Module& m : Canonical(Targets()[1])) AddKohya(file, "clip_l.text_model." + m.name, m);
+  for (const Module& m : Canonical(Targets()[2])) AddKohya(file, "t5." + m.name, m);
+  file["bundle_emb.token.clip_l"] = OfShape({4, 768});
+  const Outcome outcome = MatchAll(file);
+  EXPECT_EQ(outcome.matched, (Counts{{"transformer", 504}, {"text_encoder", 72}, {"text_encoder_2", 168}}));
+  EXPECT_EQ(outcome.ignored, 1);
+}
+
 TEST(FluxLoraFormats, XlabsProcessors) {
   Tensors file;
   for (int block = 0; block < 19; ++block) {
