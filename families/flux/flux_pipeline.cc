@@ -362,11 +362,7 @@ int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateP
     const int64_t text = *params.max_sequence_length * (UsesNegative(params) ? 2 : 1);
     return 3 * latent_bytes + parts_.transformer->WorkingBytes(text, shape[2] / 2 * (shape[3] / 2));
   }
-  if (component == "text_encoder") {
-    const ClipTextConfig& c = parts_.clip->config();
-    return kSlackBytes + c.positions * (8 * c.dim + 2 * c.hidden) * int64_t{sizeof(float)} +
-           c.dim * c.hidden * int64_t{sizeof(float)};
-  }
+  if (component == "text_encoder") return parts_.clip->WorkingBytes();
   const T5Config& t = parts_.t5->config();
   const int64_t length = *params.max_sequence_length, inner = t.heads * t.head_dim;
   return kSlackBytes + (length * (4 * t.dim + 4 * inner + 3 * t.hidden) + 2 * t.heads * length * length +
