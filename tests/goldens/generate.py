@@ -57,13 +57,17 @@ def main() -> None:
     import layers
     import loras
     import models
+    import sd_cases
+    import sd_models
 
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     models.build_all(args.out)
+    sd_models.build_all(args.out)
     cases.write_all(args.out, demo)
     loras.write_all(args.out, demo)
     layers.write_all(args.out)
+    sd_cases.write_all(args.out)
     file.write_text(wanted)
 
 
