@@ -63,6 +63,7 @@ absl::StatusOr<UNetConfig> UNetConfig::Load(const std::string& path) {
   config.context_dim = json.Int("cross_attention_dim", 1280, 1, 1 << 16);
   config.groups = json.Int("norm_num_groups", 32, 1, 1 << 14);
   config.norm_eps = json.Double("norm_eps", 1e-5, 0, 1);
+  config.sample_size = json.Int("sample_size", 64, 1, 1 << 10);
   config.linear_projection = json.Bool("use_linear_projection", false);
 
   const std::vector<int64_t> channels =

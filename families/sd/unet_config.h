@@ -29,6 +29,7 @@ struct UNetConfig {
   int64_t context_dim = 768;     // of the text
   int64_t groups = 32;
   double norm_eps = 1e-5;
+  int64_t sample_size = 64;  // latents' side that the model was trained on; no more than a default
   bool linear_projection = false;  // into and out of an attention: linear layers, or 1×1 convolutions
 
   // SDXL: a pooled text, and numbers about the picture, each as a sinusoid of `time_ids_dim`, are added to the
