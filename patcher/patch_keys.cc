@@ -27,6 +27,8 @@ constexpr Suffix kSuffixes[] = {
     {".lora_A.weight", PatchKey::kDown},
     {".lora_B.weight", PatchKey::kUp},
     {".lora.down.weight", PatchKey::kDown},
+    {".lora_linear_layer.down.weight", PatchKey::kDown},
+    {".lora_linear_layer.up.weight", PatchKey::kUp},
     {".lora.up.weight", PatchKey::kUp},
     {".lora_mid.weight", PatchKey::kMid},
     {".lora_B.bias", PatchKey::kUpBias},

@@ -2,67 +2,24 @@
 
 #include <algorithm>
 #include <cmath>
-#include <random>
 #include <utility>
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
-#include "families/image/resize.h"
+#include "families/request_checks.h"
 #include "families/sampling/noise.h"
+#include "families/vae/picture_codec.h"
 
 namespace latentd {
 namespace {
 
-constexpr int64_t kMaxSide = 4096;
-constexpr int64_t kMaxPixels = 2048 * 4096;
-constexpr int64_t kMaxInitImageSide = 16384;
-constexpr int64_t kMaxSteps = 1000;
 constexpr int64_t kMaxTextTokens = 512;
-constexpr size_t kMaxPictures = 64;
-constexpr size_t kMaxPromptBytes = 64 << 10;
-constexpr double kMaxGuidance = 100;
 constexpr double kMaxShift = 100;
 
 constexpr char kPooled[] = "pooled", kT5[] = "t5", kNegativePooled[] = "neg.pooled", kNegativeT5[] = "neg.t5";
 
-// What leaves a phase.
-at::Tensor ToHost(const at::Tensor& tensor) { return tensor.contiguous().to(at::kCPU); }
-
 bool UsesNegative(const GenerateParams& params) { return *params.true_cfg_scale > 1; }
-
-// -------------------------------------------------------------------------------------------- validation
-
-absl::Status CheckRange(absl::string_view field, double value, double min, double max) {
-  if (value >= min && value <= max) return absl::OkStatus();  // NaN fails too
-  return FieldError(field, absl::StrCat("must be from ", min, " to ", max, "; it is ", value));
-}
-
-absl::Status CheckSide(absl::string_view field, int64_t value, int64_t multiple) {
-  if (value >= multiple && value <= kMaxSide && value % multiple == 0) return absl::OkStatus();
-  return FieldError(field, absl::StrCat("must be a multiple of ", multiple, " from ", multiple, " to ",
-                                        kMaxSide, "; it is ", value));
-}
-
-absl::Status CheckPrompt(absl::string_view field, const std::string& text) {
-  if (text.size() <= kMaxPromptBytes) return absl::OkStatus();
-  return FieldError(field,
-                    absl::StrCat("is ", text.size(), " bytes; at most ", kMaxPromptBytes, " are taken"));
-}
-
-absl::Status CheckPicture(absl::string_view field, const at::Tensor& image) {
-  if (image.dim() != 3 || image.size(2) != 3 || image.scalar_type() != at::kByte) {
-    return FieldError(field, "must be 8-bit RGB");
-  }
-  for (int64_t side : {image.size(0), image.size(1)}) {
-    if (side < 1 || side > kMaxInitImageSide) {
-      return FieldError(field,
-                        absl::StrCat("is ", image.size(1), "×", image.size(0),
-                                     " pixels; a side must be from 1 to ", kMaxInitImageSide));
-    }
-  }
-  return absl::OkStatus();
-}
 
 // --------------------------------------------------------------------------------------------- denoising
 
@@ -172,17 +129,13 @@ class FluxDenoiser : public Denoiser {
 
 absl::Status FluxPipeline::Validate(GenerateParams& params) const {
   const ModelDefaults& defaults = parts_.defaults;
+  RETURN_IF_ERROR(CheckKnownFields(params, {"params.control_image"}, "FLUX.1"));
   RETURN_IF_ERROR(CheckPrompt("params.prompt", params.prompt));
   if (params.negative_prompt) RETURN_IF_ERROR(CheckPrompt("params.negative_prompt", *params.negative_prompt));
 
   if (!params.width) params.width = defaults.width;
   if (!params.height) params.height = defaults.height;
-  RETURN_IF_ERROR(CheckSide("params.width", *params.width, PixelsPerToken()));
-  RETURN_IF_ERROR(CheckSide("params.height", *params.height, PixelsPerToken()));
-  if (*params.width * *params.height > kMaxPixels) {
-    return FieldError("params.height", absl::StrCat(*params.width, "×", *params.height, " is more than ",
-                                                    kMaxPixels, " pixels"));
-  }
+  RETURN_IF_ERROR(CheckSize(params, PixelsPerToken()));
   if (!params.steps) params.steps = defaults.steps;
   RETURN_IF_ERROR(CheckRange("params.steps", static_cast<double>(*params.steps), 1, kMaxSteps));
   if (!params.guidance) params.guidance = defaults.guidance;
@@ -201,16 +154,10 @@ absl::Status FluxPipeline::Validate(GenerateParams& params) const {
   if (!params.max_sequence_length) params.max_sequence_length = defaults.max_sequence_length;
   RETURN_IF_ERROR(CheckRange("params.max_sequence_length", static_cast<double>(*params.max_sequence_length),
                              1, kMaxTextTokens));
-  if (params.seeds.empty()) {
-    std::random_device device;
-    params.seeds = {device()};
-  }
-  RETURN_IF_ERROR(CheckRange("params.count", static_cast<double>(params.seeds.size()), 1, kMaxPictures));
+  RETURN_IF_ERROR(FillSeeds(params));
 
   if (!params.strength) params.strength = defaults.strength;
-  if (!std::isfinite(*params.strength) || *params.strength <= 0 || *params.strength > 1) {
-    return FieldError("params.init_image.strength", "must be above 0 and at most 1");
-  }
+  RETURN_IF_ERROR(CheckShare("params.init_image.strength", *params.strength));
   if (params.init_image.defined()) {
     RETURN_IF_ERROR(CheckPicture("params.init_image", params.init_image));
     if (StartIndex(*params.steps, *params.strength) >= *params.steps) {
@@ -301,21 +248,13 @@ absl::StatusOr<at::Tensor> FluxPipeline::EncodeImage(const WeightView& weights, 
   std::vector<at::Tensor> latents;
   for (const at::Tensor& image : {params.control_image, params.init_image}) {
     if (!image.defined()) continue;
-    const at::Tensor source = image.contiguous();
-    std::vector<uint8_t> pixels = ResizeLanczos(source.const_data_ptr<uint8_t>(), source.size(1),
-                                                source.size(0), *params.width, *params.height);
-    const at::Tensor bytes = at::from_blob(pixels.data(), {*params.height, *params.width, 3}, at::kByte);
-    // Copied as bytes, converted there.
-    at::Tensor picture = bytes.to(weights.device()).to(weights.compute_type()).div_(255).mul_(2).sub_(1);
-    picture = picture.permute({2, 0, 1}).unsqueeze(0).contiguous();
-    AutoencoderKl::Posterior posterior = parts_.vae->Encode(weights, picture, options.tile);
-    // Sampled where noise is drawn and latents are kept.
-    posterior = {ToHost(posterior.mean), ToHost(posterior.std)};
+    const at::Tensor picture = ResizePicture(image, *params.width, *params.height);
+    const AutoencoderKl::Posterior posterior =
+        EncodePicture(*parts_.vae, weights, PictureToInput(weights, picture), options.tile);
+    const int draw = static_cast<int>(latents.size());
     std::vector<at::Tensor> samples;
     for (uint64_t seed : params.seeds) {
-      const int draw = static_cast<int>(latents.size());
-      const std::vector<int64_t> shape = posterior.mean.sizes().vec();
-      samples.push_back(posterior.Sample(DrawNoise(seed, shape, draw + 1).back()));
+      samples.push_back(posterior.Sample(DrawNoise(seed, posterior.mean.sizes().vec(), draw + 1).back()));
     }
     latents.push_back(parts_.vae->ToModel(at::cat(samples)));
   }
@@ -370,29 +309,18 @@ absl::StatusOr<std::unique_ptr<Denoiser>> FluxPipeline::Begin(const GeneratePara
 }
 
 int64_t FluxPipeline::SmallerTile(const GenerateParams& params, int64_t tile) const {
-  // Powers of two from the largest below the picture down to what can still be cut and blended.
-  const int64_t smallest = 4 * parts_.vae->config().scale();
-  const int64_t below = tile == 0 ? std::max(*params.width, *params.height) : tile;
-  int64_t next = smallest;
-  while (next * 2 < below) next *= 2;
-  return next < below ? next : 0;
+  return SmallerVaeTile(*parts_.vae, *params.width, *params.height, tile);
 }
 
 absl::StatusOr<at::Tensor> FluxPipeline::Decode(const WeightView& weights, const at::Tensor& latents,
                                                 const PhaseOptions& options) const {
   c10::InferenceMode inference;
-  const at::Tensor z = parts_.vae->FromModel(latents.to(weights.device(), weights.compute_type()));
-  at::Tensor picture = parts_.vae->Decode(weights, z, options.tile);
-  picture = picture.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_();
-  return ToHost(picture.squeeze(0).permute({1, 2, 0}).to(at::kByte));
+  return DecodePicture(*parts_.vae, weights, latents, options.tile);
 }
 
 at::Tensor FluxPipeline::Preview(const at::Tensor& latents) const {
   c10::InferenceMode inference;
-  if (!parts_.preview.factors.defined()) return {};
-  const at::Tensor places = latents.squeeze(0).permute({1, 2, 0}).to(at::kFloat);
-  at::Tensor rgb = at::matmul(places, parts_.preview.factors).add_(parts_.preview.bias);
-  return rgb.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_().to(at::kByte).contiguous();
+  return parts_.preview.Render(latents);
 }
 
 int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateParams& params,
@@ -410,11 +338,7 @@ int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateP
     const int64_t text = *params.max_sequence_length * (UsesNegative(params) ? 2 : 1);
     return 3 * latent_bytes + parts_.transformer->WorkingBytes(text, shape[2] / 2 * (shape[3] / 2));
   }
-  if (component == "text_encoder") {
-    const ClipTextConfig& c = parts_.clip->config();
-    return kSlackBytes + c.positions * (8 * c.dim + 2 * c.hidden) * int64_t{sizeof(float)} +
-           c.dim * c.hidden * int64_t{sizeof(float)};
-  }
+  if (component == "text_encoder") return parts_.clip->WorkingBytes();
   const T5Config& t = parts_.t5->config();
   const int64_t length = *params.max_sequence_length, inner = t.heads * t.head_dim;
   return kSlackBytes + (length * (4 * t.dim + 4 * inner + 3 * t.hidden) + 2 * t.heads * length * length +

@@ -19,14 +19,9 @@
 #include "families/text/t5_encoder.h"
 #include "families/text/t5_tokenizer.h"
 #include "families/vae/autoencoder_kl.h"
+#include "families/vae/picture_codec.h"
 
 namespace latentd {
-
-// rgb = latents·factors + bias, in [-1, 1]: a rough picture of unfinished latents.
-struct LatentPreview {
-  at::Tensor factors;  // [channels, 3] fp32; undefined where the model has none
-  at::Tensor bias;     // [3]
-};
 
 // Everything that a FLUX.1 model is made of, described; filled in by FluxFamily::Open.
 struct FluxParts {

@@ -28,7 +28,7 @@ def stamp(demo: Path | None) -> str:
             if file.is_file():
                 digest.update(f"{file.relative_to(demo.parents[1])} {file.stat().st_size}".encode())
                 digest.update(file.read_bytes())
-    packages = ("torch", "diffusers", "transformers", "tokenizers", "sentencepiece", "peft", "pillow")
+    packages = ("torch", "diffusers", "transformers", "tokenizers", "sentencepiece", "peft", "pillow", "scipy")
     return "\n".join([digest.hexdigest(), *(f"{p} {version(p)}" for p in packages)])
 
 
@@ -58,14 +58,20 @@ def main() -> None:
     import layers
     import loras
     import models
+    import samplers
+    import sd_cases
+    import sd_models
 
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     models.build_all(args.out)
+    sd_models.build_all(args.out)
     cases.write_all(args.out, demo)
     loras.write_all(args.out, demo)
     control.write_all(args.out)
     layers.write_all(args.out)
+    sd_cases.write_all(args.out)
+    samplers.write_all(args.out)
     file.write_text(wanted)
 
 
