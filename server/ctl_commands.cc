@@ -74,8 +74,10 @@ absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, con
   JobOutput::Options options;
   options.out = job.out;
   if (job.out.empty() && !global.json && !job.show) {
-    const bool jpeg = request.params().image_format() == v1::IMAGE_FORMAT_JPEG;
-    options.out = jpeg ? "latentd-{seed}.jpg" : "latentd-{seed}.png";
+    const v1::ImageFormat format = request.params().image_format();
+    options.out = absl::StrCat("latentd-{seed}.", format == v1::IMAGE_FORMAT_JPEG      ? "jpg"
+                                                  : format == v1::IMAGE_FORMAT_LATENTS ? "safetensors"
+                                                                                       : "png");
   }
   options.count = job.count.value_or(1);
   options.quiet = global.json;
@@ -312,7 +314,8 @@ absl::Status RunInfo(const GlobalOptions& global) {
                {"state", info.draining() ? "draining" : "serving"},
                {"default model", info.default_model().empty() ? "none" : Printable(info.default_model())},
                {"families", Printable(absl::StrJoin(info.families(), ", "))},
-               {"samplers", Printable(absl::StrJoin(info.samplers(), ", "))}};
+               {"samplers", Printable(absl::StrJoin(info.samplers(), ", "))},
+               {"schedules", Printable(absl::StrJoin(info.schedules(), ", "))}};
   for (const v1::DeviceInfo& device : info.devices()) {
     rows.push_back({"device", absl::StrCat(Printable(device.name()), ", ", device.threads(), " threads",
                                            device.memory_bytes() > 0

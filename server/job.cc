@@ -6,6 +6,7 @@
 #include "cache/error.h"
 #include "server/conditioning_key.h"
 #include "server/image_codec.h"
+#include "server/latents_file.h"
 #include "server/measurements.h"
 #include "server/memory_meter.h"
 #include "server/params.h"
@@ -85,7 +86,16 @@ absl::Status Job::Prepare() {
   RETURN_IF_ERROR(CheckPixels(params_, core_->config));
   // What is kept for the echo needs no picture.
   ClearPictureFiles(setup_.request);
-  if (params_.has_pictures()) setup_.request_memory.ShrinkTo(PictureBytes(params_));
+  const int64_t decoded = PictureBytes(params_);
+  setup_.request_memory.ShrinkTo(decoded);
+  if (decoded > setup_.request_memory.bytes()) {
+    ASSIGN_OR_RETURN(decoded_memory_, core_->ram->Reserve({.bytes = decoded - setup_.request_memory.bytes(),
+                                                           .use = MemoryUse::kImages,
+                                                           .owner = setup_.owner,
+                                                           .what = "decoded pictures of a request",
+                                                           .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                                                           .stop = stop_.get_token()}));
+  }
   steps_ = static_cast<int>(*params_.steps);
 
   for (const std::string& component : pipeline.EncoderComponents(params_)) {
@@ -94,7 +104,9 @@ absl::Status Job::Prepare() {
   if (params_.has_pictures())
     phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
   phases_.push_back({Kind::kDenoise, pipeline.denoiser_component()});
-  phases_.push_back({Kind::kDecode, pipeline.decoder_component()});
+  if (setup_.request.image_format() != v1::IMAGE_FORMAT_LATENTS) {
+    phases_.push_back({Kind::kDecode, pipeline.decoder_component()});
+  }
   home_ = &core_->Place(*setup_.model);  // counts this job; Finish takes it off
   return AcquirePhase();
 }
@@ -345,8 +357,35 @@ absl::Status Job::SendPreviews(int64_t step) {
   return absl::OkStatus();
 }
 
+void Job::SendFile(size_t index, const char* mime, int width, int height, const std::string& file) {
+  v1::JobEvent event;
+  auto& header = *event.mutable_image_header();
+  header.set_index(static_cast<int>(index));
+  header.set_mime(mime);
+  header.set_size(static_cast<int64_t>(file.size()));
+  header.set_width(width);
+  header.set_height(height);
+  header.set_sha256(Sha256Hex(file));
+  header.set_seed(params_.seeds[index]);
+  setup_.on_event(std::move(event));
+  for (size_t at = 0; at < file.size(); at += kChunkBytes) {
+    v1::JobEvent chunk_event;
+    auto& chunk = *chunk_event.mutable_image_chunk();
+    chunk.set_index(static_cast<int>(index));
+    chunk.set_offset(static_cast<int64_t>(at));
+    chunk.set_data(file.substr(at, kChunkBytes));
+    setup_.on_event(std::move(chunk_event));
+  }
+}
+
 absl::Status Job::EncodePictures() {
   RecordMeasurement();
+  if (setup_.request.image_format() == v1::IMAGE_FORMAT_LATENTS) {
+    for (int64_t i = 0; i < latents_.size(0); ++i) {
+      SendFile(static_cast<size_t>(i), "application/x-safetensors", static_cast<int>(*params_.width),
+               static_cast<int>(*params_.height), LatentsToFile(latents_.narrow(0, i, 1)));
+    }
+  }
   for (size_t i = 0; i < pictures_.size(); ++i) {
     if (stop_.stop_requested()) return StopReason();
     const RgbImage image = ImageFromTensor(pictures_[i]);
@@ -354,24 +393,7 @@ absl::Status Job::EncodePictures() {
     ASSIGN_OR_RETURN(std::string file, jpeg
                                            ? EncodeJpeg(image.pixels, image.width, image.height, kJpegQuality)
                                            : EncodePng(image.pixels, image.width, image.height));
-    v1::JobEvent event;
-    auto& header = *event.mutable_image_header();
-    header.set_index(static_cast<int>(i));
-    header.set_mime(jpeg ? "image/jpeg" : "image/png");
-    header.set_size(static_cast<int64_t>(file.size()));
-    header.set_width(image.width);
-    header.set_height(image.height);
-    header.set_sha256(Sha256Hex(file));
-    header.set_seed(params_.seeds[i]);
-    setup_.on_event(std::move(event));
-    for (size_t at = 0; at < file.size(); at += kChunkBytes) {
-      v1::JobEvent chunk_event;
-      auto& chunk = *chunk_event.mutable_image_chunk();
-      chunk.set_index(static_cast<int>(i));
-      chunk.set_offset(static_cast<int64_t>(at));
-      chunk.set_data(file.substr(at, kChunkBytes));
-      setup_.on_event(std::move(chunk_event));
-    }
+    SendFile(i, jpeg ? "image/jpeg" : "image/png", image.width, image.height, file);
   }
   timings_.set_total_ms(Ms(absl::Now() - setup_.created));
   timings_.set_queue_ms(std::max(0.0, timings_.total_ms() - timings_.load_ms() - timings_.encode_ms() -
@@ -435,11 +457,14 @@ void Job::Finish(absl::Status status) {
   pictures_.clear();
   params_.init_image.reset();
   params_.control_image.reset();
+  params_.mask_image.reset();
+  params_.init_latents.reset();
   resources_ = nullptr;
   conditioning_locks_.clear();
   conditioning_memory_.Release();
   picture_memory_.Release();
   setup_.request_memory.Release();
+  decoded_memory_.Release();
   if (status.ok()) {
     spdlog::info("job done session={} job={} steps={} total_ms={:.0f}", setup_.owner, setup_.job_id,
                  steps_.load(), timings_.total_ms());

@@ -265,13 +265,14 @@ std::vector<ResourceBlock> DescribeBlocks(const Component& component) {
 class Planner {
  public:
   Planner(ServerCore& core, const OpenModel& model, GenerateParams params, std::vector<LoraChoice> loras,
-          PatchMode mode, v1::VaeTiling tiling)
+          PatchMode mode, v1::VaeTiling tiling, bool decodes)
       : core_(core),
         model_(model),
         params_(std::move(params)),
         loras_(std::move(loras)),
         mode_(mode),
         tiling_(tiling),
+        decodes_(decodes),
         stats_(core.cache->Stats()),
         ram_(stats_, &plan_) {
     for (const auto& executor : core.executors) {
@@ -313,6 +314,7 @@ class Planner {
     }
     if (!RunPhase(pipeline.denoiser_component(), home, Steps(), /*can_tile=*/false)) return false;
     const auto pictures = static_cast<int64_t>(params_.seeds.size());
+    if (!decodes_) return true;
     return ram_.Promise(2 * 3 * *params_.width * *params_.height * pictures, "pictures") &&
            RunPhase(pipeline.decoder_component(), home, pictures, /*can_tile=*/true);
   }
@@ -532,6 +534,7 @@ class Planner {
   const std::vector<LoraChoice> loras_;
   const PatchMode mode_;
   const v1::VaeTiling tiling_;
+  const bool decodes_;
   const CacheStats stats_;
   v1::PlanResponse plan_;
   ImaginedCache ram_;
@@ -553,7 +556,8 @@ absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest
   if (!loras.empty()) params.grown_inputs = GenerateParams::kUnknownInputs;  // they may not have been read yet
   RETURN_IF_ERROR(model->pipeline->Validate(params));
   RETURN_IF_ERROR(CheckPixels(params, core.config));
-  return Planner(core, *model, std::move(params), std::move(loras), mode, request.params().vae_tiling())
+  return Planner(core, *model, std::move(params), std::move(loras), mode, request.params().vae_tiling(),
+                 request.params().image_format() != v1::IMAGE_FORMAT_LATENTS)
       .Run();
 }
 
