@@ -87,7 +87,8 @@ class UploadStore {
     int64_t size() const { return header_.size; }
 
     // The next bytes. Errors: INVALID_ARGUMENT INVALID_FIELD (chunk.offset: not where the last ended;
-    // chunk.data: empty, too large, beyond the size). After an error, only the destructor may be called.
+    // chunk.data: empty, too large, beyond the size), after which nothing has changed; those of the disk,
+    // after which only the destructor may be called.
     absl::Status Write(int64_t offset, absl::string_view data);
 
     // Checks what came and puts it in its place. Once. Errors: DATA_LOSS UPLOAD_CORRUPT (too short, other
