@@ -161,6 +161,7 @@ class UploadCall : public WatchedUpload, public std::enable_shared_from_this<Upl
   // The client has half-closed, or cancelled; then the store is told before it keeps the file.
   absl::Status Complete() {
     if (incoming_ == nullptr) return NoHeader();
+    memory_.Release();  // no message is there any more, and the check wants room
     ASSIGN_OR_RETURN(const StoredUpload stored, incoming_->Finish([this] { return cancelled(); }));
     spdlog::info("upload {}: {} bytes from {}", stored.name, stored.bytes, peer_);
     return Answer(stored);

@@ -545,7 +545,13 @@ void UploadStore::RemoveExpired() {
       MutexLock lock(&disk_mu_);
       // It may have been renewed or replaced since.
       std::optional<StoredUpload> there = Find(name);
-      if (!there || there->expires > now || !Remove(name).ok()) continue;
+      if (!there || there->expires > now) continue;
+      if (!Remove(name).ok()) {
+        // The log has the cause; once a minute is enough.
+        MutexLock retry(&mu_);
+        files_[name].expires = now + absl::Minutes(1);
+        continue;
+      }
     }
     spdlog::info("upload {} has expired", name);
     options_.on_gone(name);

@@ -7,13 +7,16 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <set>
 #include <sstream>
+#include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "cache/error.h"
 #include "server/sha256.h"
 
@@ -417,6 +420,53 @@ TEST_F(UploadStoreTest, AFullDiskIsSaidAndLeavesNothing) {
   EXPECT_THAT(std::string(status.message()), Not(HasSubstr(options_.folder)));
   incoming.reset();
   EXPECT_THAT(Files(), IsEmpty());
+}
+
+TEST_F(UploadStoreTest, WhateverManyThreadsDoFilesAreWholeAndTheBooksBalance) {
+  options_.check = [](const std::string&, const std::string&, const std::function<bool()>&) {
+    return absl::OkStatus();
+  };
+  options_.on_gone = [](const std::string&) {};
+  Reopen();
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([this, t] {
+      for (int i = 0; i < 60; ++i) {
+        const std::string name = absl::StrCat("f", i % 2 == 0 ? "" : "/", (i + t) % 3);
+        const std::string data(static_cast<size_t>(10 + 100 * ((i + t) % 5)), static_cast<char>('a' + t));
+        UploadHeader header = Header(name, data);
+        header.replace = (i + t) % 2 == 0;
+        if (i % 7 == 6) {
+          store_->Delete("uploads/" + name).IgnoreError();
+        } else if (i % 11 == 10) {
+          store_->RemoveExpired();
+        } else {
+          const absl::Status status = Put(header, data).status();
+          EXPECT_TRUE(status.ok() || ErrorReason(status) == "UPLOAD_EXISTS" ||
+                      ErrorReason(status) == "UPLOADS_FULL")
+              << status;
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  int64_t bytes = 0;
+  for (const std::string& file : Files()) {
+    if (!absl::EndsWith(file, ".safetensors")) continue;
+    const std::string name(absl::StripSuffix(file, ".safetensors"));
+    const std::string data = Data(name);
+    EXPECT_EQ(data, std::string(data.size(), data[0]));
+    ASSERT_TRUE(store_->Find(name)) << name;
+    EXPECT_TRUE(std::get<StoredUpload>(*store_->Begin(Header(name, data))).existed) << name;
+    bytes += static_cast<int64_t>(data.size());
+  }
+  // What is left of the quota is what the files leave of it, to the byte.
+  std::vector<std::unique_ptr<UploadStore::Incoming>> fill;
+  for (int64_t left = options_.total_bytes - bytes; left > 0; left -= options_.max_bytes) {
+    const std::string data(static_cast<size_t>(std::min(left, options_.max_bytes)), 'x');
+    fill.push_back(Begin(Header(absl::StrCat("fill", left), data)));
+  }
+  EXPECT_EQ(ErrorReason(Put("over", "x").status()), "UPLOADS_FULL");
 }
 
 TEST_F(UploadStoreTest, AFolderHasOneServer) {

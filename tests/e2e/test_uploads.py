@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -390,6 +391,45 @@ def test_memory_that_is_taken_refuses_an_upload_and_does_not_hang(start):
     assert not stored(daemon)
 
 
+def wide(value, layers=3):
+    """A LoRA of 1 MiB a layer."""
+    return save({f"transformer.transformer_blocks.{i}.attn.to_q.lora_{k}.weight": np.full(shape, value, np.float32)
+                 for i in range(layers) for k, shape in (("A", (1024, 128)), ("B", (128, 1024)))})
+
+
+def test_where_memory_is_taken_names_and_shapes_are_checked(start):
+    """The values are looked at by the session that uses it."""
+    daemon = start("--ram-cap", "4200KiB")
+    assert refused(daemon, header("nan", wide(np.nan)), *chunks(wide(np.nan))).reason == "INVALID_LORA"
+    other = Slow(daemon, header("x"), chunks(DUSK)[0])
+    eventually(lambda: daemon.stats().ram_budget.reserved_bytes == 2 << 20)
+    upload(daemon, "nan", wide(np.nan))
+    assert refused(daemon, header("bad", b"nonsense"), chunk(0, b"nonsense")).reason == "CORRUPT_FILE"
+    error = refused(daemon, header("large", wide(0.1, 5)), *chunks(wide(0.1, 5)))
+    assert error.reason == "MODEL_EXCEEDS_BUDGET"
+    other.half_close()
+    assert other.reason().reason == "UPLOAD_CORRUPT"
+    daemon.expect_all_released()
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(start):
+    daemon = start()
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    error = refused(daemon, header("x"), *chunks(DUSK))
+    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "DISK_FULL")
+    assert not stored(daemon) and not list((daemon.folder / "uploads/.incoming").iterdir())
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    upload(daemon, "x")
+
+
+def test_a_message_beyond_the_servers_limit_leaves_nothing(daemon):
+    with pytest.raises(grpc.RpcError):
+        daemon.models.UploadLora(iter([header("x"), chunk(0, bytes(50 << 20))]), timeout=60)
+    eventually(lambda: not list((daemon.folder / "uploads/.incoming").iterdir()))
+    assert not stored(daemon)
+    upload(daemon, "x")
+
+
 def test_a_restart_keeps_files_and_their_time(start):
     daemon = start()
     folder = daemon.folder / "uploads"
@@ -467,8 +507,7 @@ def test_latentctl_uploads_and_deletes(daemon, tmp_path):
         return subprocess.run([BIN / "latentctl", "--address", daemon.address, *args], capture_output=True, text=True,
                               timeout=60)
 
-    large = save({f"transformer.transformer_blocks.{i}.attn.to_q.lora_{k}.weight": np.full(shape, 0.01, np.float32)
-                  for i in range(2) for k, shape in (("A", (1024, 128)), ("B", (128, 1024)))})
+    large = wide(0.01, layers=2)
     assert len(large) > 2 << 20
     (tmp_path / "wide.safetensors").write_bytes(large)
     run = ctl("upload", str(tmp_path / "wide.safetensors"), "--ttl", "10m")
