@@ -1,7 +1,12 @@
 #include "server/ctl_commands.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -9,7 +14,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "cache/error.h"
+#include "google/protobuf/util/time_util.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "latentd/v1/cache.grpc.pb.h"
 #include "latentd/v1/denoise.grpc.pb.h"
@@ -17,9 +24,12 @@
 #include "latentd/v1/server.grpc.pb.h"
 #include "server/ctl_memory.h"
 #include "server/ctl_text.h"
+#include "server/sha256.h"
 
 namespace latentd::ctl {
 namespace {
+
+constexpr size_t kUploadChunk = size_t{1} << 20;
 
 // One unary call: connects, calls `method` of Service's stub, gives the response.
 template <typename Service, typename Request, typename Response>
@@ -63,6 +73,20 @@ absl::StatusOr<Request> JobRequest(const JobOptions& job, const std::string& pro
   request.mutable_loras()->Assign(loras.begin(), loras.end());
   request.set_patch_mode(PatchModeOf(job));
   return request;
+}
+
+absl::Status CannotRead(const std::string& file, absl::string_view why) {
+  return MakeError(absl::StatusCode::kInternal, "LOCAL_FILE", absl::StrCat("cannot read '", file, "': ", why),
+                   {{"file", file}});
+}
+
+// The bytes at `offset`, as many as a chunk takes; none at the end.
+absl::Status ReadPiece(int fd, const std::string& file, int64_t offset, std::string& piece) {
+  piece.resize(kUploadChunk);
+  const ssize_t got = pread(fd, piece.data(), piece.size(), offset);
+  if (got < 0) return CannotRead(file, std::strerror(errno));
+  piece.resize(static_cast<size_t>(got));
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -199,6 +223,77 @@ absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name
     for (const std::string& key : match.unmatched_samples()) rows.push_back({"unmatched", Printable(key)});
   }
   Print(PairsText(rows));
+  return absl::OkStatus();
+}
+
+absl::Status RunUpload(const GlobalOptions& global, const UploadOptions& options) {
+  const Fd file(open(options.file.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file) return CannotRead(options.file, std::strerror(errno));
+  v1::UploadLoraRequest message;
+  v1::UploadLoraRequest::Header& header = *message.mutable_header();
+  const std::string base = options.file.substr(options.file.find_last_of('/') + 1);
+  header.set_name(options.name.empty() ? std::string(absl::StripSuffix(base, ".safetensors")) : options.name);
+  header.set_replace(options.replace);
+  if (options.ttl) {
+    *header.mutable_ttl() =
+        google::protobuf::util::TimeUtil::MillisecondsToDuration(absl::ToInt64Milliseconds(*options.ttl));
+  }
+  std::string piece;
+  Sha256 sum;
+  while (true) {
+    RETURN_IF_ERROR(ReadPiece(file.get(), options.file, header.size(), piece));
+    if (piece.empty()) break;
+    sum.Update(piece);
+    header.set_size(header.size() + static_cast<int64_t>(piece.size()));
+  }
+  header.set_sha256(sum.Finish());
+  const int64_t size = header.size();
+
+  ASSIGN_OR_RETURN(auto channel, Connect(global));
+  auto stub = v1::ModelService::NewStub(channel);
+  Call call(global, std::nullopt);
+  v1::UploadLoraResponse response;
+  auto stream = stub->UploadLora(call.context(), &response);
+  absl::Status local;
+  // A server that wants no more, because it has the file or does not take it, ends the stream: Finish says
+  // which.
+  bool open = stream->Write(message);
+  for (int64_t at = 0; open && at < size; at += static_cast<int64_t>(piece.size())) {
+    local = ReadPiece(file.get(), options.file, at, piece);
+    if (local.ok() && piece.empty()) local = CannotRead(options.file, "it became shorter");
+    if (!local.ok()) {
+      call.context()->TryCancel();
+      break;
+    }
+    message.mutable_chunk()->set_offset(at);
+    message.mutable_chunk()->set_data(piece);
+    open = stream->Write(message);
+  }
+  stream->WritesDone();
+  const absl::Status status = call.Result(stream->Finish());
+  RETURN_IF_ERROR(local);
+  RETURN_IF_ERROR(status);
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  const v1::Lora& lora = response.lora();
+  Print(absl::StrCat(
+      Printable(lora.name()), response.existed() ? ", which was there already" : "", ": ",
+      HumanBytes(lora.bytes()), ", ", lora.layers(), " layers, ",
+      lora.has_expire_time()
+          ? absl::StrCat("until ", absl::FormatTime("%Y-%m-%d %H:%M:%S %Ez",
+                                                    absl::FromUnixSeconds(lora.expire_time().seconds()),
+                                                    absl::LocalTimeZone()))
+          : "until it is deleted",
+      "\n"));
+  return absl::OkStatus();
+}
+
+absl::Status RunDelete(const GlobalOptions& global, const std::string& name) {
+  v1::DeleteLoraRequest request;
+  request.set_name(name);
+  ASSIGN_OR_RETURN(auto response,
+                   Ask<v1::ModelService>(global, &v1::ModelService::Stub::DeleteLora, request));
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  Print(absl::StrCat("deleted ", Printable(name), "\n"));
   return absl::OkStatus();
 }
 
