@@ -25,6 +25,7 @@ enum class KeyTransform {
   kNone,
   kSwapHalves,   // rows are [a | b] in the native file and [b | a] in the canonical layout
   kSqueezeConv,  // [out, in, 1, 1] in the native file, [out, in] in the canonical layout
+  kTranspose,    // [in, out] in the native file
 };
 
 struct KeyRule {

@@ -218,12 +218,21 @@ struct Assigned {
   KeyTransform transform = KeyTransform::kNone;
 };
 
-// "a.b.weight" → {"a.b", ".weight"}; ".scale" is a weight by another name.
+// "a.b.weight" → {"a.b", ".weight"}; ".scale" is a weight by another name. Parameters that hang on no module of
+// their own are taken as if they did: "a.in_proj_bias" → {"a.in_proj", ".bias"}, "b" → {"b", ".weight"}.
 std::pair<absl::string_view, std::string> SplitSuffix(absl::string_view name) {
+  if (absl::EndsWith(name, ".in_proj_weight")) return {absl::StripSuffix(name, "_weight"), ".weight"};
+  if (absl::EndsWith(name, ".in_proj_bias")) return {absl::StripSuffix(name, "_bias"), ".bias"};
   const size_t dot = name.rfind('.');
-  if (dot == absl::string_view::npos) return {name, ""};
+  if (dot == absl::string_view::npos) return {name, ".weight"};
   std::string suffix(name.substr(dot));
   return {name.substr(0, dot), suffix == ".scale" ? ".weight" : suffix};
+}
+
+// A 1×1 convolution and a linear layer have the same numbers: [out, in, 1, 1] and [out, in].
+bool DiffersByOnes(at::IntArrayRef a, at::IntArrayRef b) {
+  if (a.size() > b.size()) std::swap(a, b);
+  return a.size() == 2 && b.size() == 4 && b.slice(0, 2) == a && b[2] == 1 && b[3] == 1;
 }
 
 std::string Shape(at::IntArrayRef shape) { return absl::StrCat("[", absl::StrJoin(shape, ", "), "]"); }
@@ -303,6 +312,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<con
                        {{"tensor", from.source}});
     }
     if (from.transform == KeyTransform::kSqueezeConv && tensor.dim() == 4) tensor = tensor.flatten(1);
+    if (from.transform == KeyTransform::kTranspose && tensor.dim() == 2) tensor = tensor.t().contiguous();
     if (from.rows >= 0 && tensor.dim() >= 1) {
       if (from.row_begin + from.rows > tensor.size(0)) {
         return Mismatch("tensors have too few rows", {absl::StrCat(from.source, " ", Shape(tensor.sizes()))});
@@ -313,6 +323,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<con
       auto halves = tensor.chunk(2, 0);
       tensor = at::cat({halves[1], halves[0]}, 0);
     }
+    if (DiffersByOnes(tensor.sizes(), decls[i].shape)) tensor = tensor.view(decls[i].shape);
     if (tensor.sizes() != at::IntArrayRef(decls[i].shape)) {
       return Mismatch("tensors have another shape", {absl::StrCat(from.source, " ", Shape(tensor.sizes()), " where ",
                                                                   decls[i].name, " is ", Shape(decls[i].shape))});

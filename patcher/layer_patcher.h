@@ -61,6 +61,7 @@ struct PatchReport {
   double weight = 1;
   int64_t layers_in_file = 0;
   std::map<std::string, int64_t> matched;  // by component
+  std::map<std::string, int64_t> grown;    // weights that get more inputs, "transformer.x.weight" → inputs
   std::vector<std::string> unmatched;      // layer names that no component has, at most kSampleKeys
   int64_t unmatched_count = 0;
   int64_t direct_tensors = 0;   // filled in by Apply
@@ -73,9 +74,11 @@ class LayerPatcher {
  public:
   // Resolves every layer of `patch` against all components of a model and checks shapes, without touching a
   // weight. Errors: FAILED_PRECONDITION LORA_MISMATCH when nothing matches (with sample keys) or a shape
-  // does not fit (with the layer).
+  // does not fit (with the layer); INVALID_ARGUMENT INVALID_FIELD for a path of `blocks` below which the patch
+  // changes nothing.
   static absl::StatusOr<PatchReport> Match(const ModelPatch& patch, const std::string& name, double weight,
-                                           absl::Span<const PatchTarget> targets);
+                                           absl::Span<const PatchTarget> targets,
+                                           const BlockWeights& blocks = {});
 
   // Overlay of `specs` on the component that `target` describes; `weights` are its weights in host memory.
   // Layers for other components are left alone; specs of weight 0 are held but change nothing. The specs are

@@ -176,8 +176,11 @@ absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name
   Rows rows = {{"name", Printable(lora.name())},
                {"id", Printable(lora.id())},
                {"format", Printable(lora.format())},
+               {"family", Printable(lora.family())},
                {"size", HumanBytes(lora.bytes())},
                {"layers", absl::StrCat(lora.layers(), ", ", response.layers_with_alpha(), " with alpha")},
+               {"types", CountsText(response.layers_by_type())},
+               {"for", CountsText(response.layers_by_target())},
                {"ranks", ""}};
   std::vector<std::string> ranks;
   for (const auto& [rank, layers] : response.layers_by_rank())

@@ -70,7 +70,7 @@ void SetInitImageStrength(const JobOptions& options, v1::GenerateParams& params)
 
 void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("-m,--model", options.model, "Model; the server's default when left out");
-  app.add_option("-l,--lora", options.loras, "LoRA as NAME or NAME:WEIGHT; may be given several times")
+  app.add_option("-l,--lora", options.loras, "LoRA as NAME[:WEIGHT][@START-END][,PATH=FACTOR…]; may be given several times")
       ->allow_extra_args(false);
   app.add_option("--patch-mode", options.patch_mode, "How LoRAs are applied")
       ->check(CLI::IsMember({"auto", "direct", "sidecar"}));
@@ -87,6 +87,7 @@ void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("--seed", options.seed, "Seed; drawn by the server when left out");
   app.add_option("-c,--count", options.count, "Pictures, of seed, seed + 1, …");
   app.add_option("-i,--image", options.image, "PNG or JPEG file to start from");
+  app.add_option("--control", options.control, "PNG or JPEG file to draw after, with a control model or LoRA");
   app.add_option("--strength", options.strength, "How much of the init image is redone, above 0 to 1");
   app.add_option("--format", options.format, "Of the pictures; else by the extension of --out")
       ->check(CLI::IsMember({"png", "jpeg"}));
@@ -134,6 +135,9 @@ absl::StatusOr<v1::GenerateParams> Params(const JobOptions& options) {
     SetInitImageStrength(options, params);
   } else if (options.strength) {
     return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", "--strength needs --image");
+  }
+  if (!options.control.empty()) {
+    ASSIGN_OR_RETURN(*params.mutable_control_image()->mutable_data(), ReadFile(options.control));
   }
   const bool jpeg = options.format.empty() ? IsJpegName(options.out) : options.format == "jpeg";
   params.set_image_format(jpeg ? v1::IMAGE_FORMAT_JPEG : v1::IMAGE_FORMAT_PNG);

@@ -28,7 +28,7 @@ struct JobOptions {
   std::optional<double> guidance, true_cfg, shift, strength;
   std::optional<std::string> sampler;
   std::optional<uint64_t> seed;
-  std::string image;
+  std::string image, control;
   std::string format;
   std::string vae_tiling;
   int preview_every = 0;

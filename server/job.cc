@@ -80,19 +80,18 @@ absl::Status Job::Prepare() {
   phase_ = v1::JobInfo::PHASE_LOADING;
   const Pipeline& pipeline = *setup_.model->pipeline;
   ASSIGN_OR_RETURN(params_, ParamsFromProto(setup_.request, core_->config));
+  for (const PatchReport& report : reports_) params_.grown_inputs = std::max(params_.grown_inputs, GrownInputs(report));
   RETURN_IF_ERROR(pipeline.Validate(params_));
   RETURN_IF_ERROR(CheckPixels(params_, core_->config));
   // What is kept for the echo needs no picture.
-  if (setup_.request.has_init_image()) {
-    setup_.request.mutable_init_image()->clear_data();
-    setup_.request_memory.ShrinkTo(static_cast<int64_t>(params_.init_image.nbytes()));
-  }
+  ClearPictureFiles(setup_.request);
+  if (params_.has_pictures()) setup_.request_memory.ShrinkTo(PictureBytes(params_));
   steps_ = static_cast<int>(*params_.steps);
 
   for (const std::string& component : pipeline.EncoderComponents(params_)) {
     phases_.push_back({Kind::kEncode, component});
   }
-  if (params_.init_image.defined())
+  if (params_.has_pictures())
     phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
   phases_.push_back({Kind::kDenoise, pipeline.denoiser_component()});
   phases_.push_back({Kind::kDecode, pipeline.decoder_component()});
@@ -104,8 +103,8 @@ ModelKey Job::CurrentConditioningKey() const {
   const std::string& component = phases_[current_].component;
   std::vector<std::pair<std::string, ConditioningSource>> named;
   for (const HeldLora& lora : *setup_.loras) {
-    if (lora.weight == 0 || lora.report.matched.count(component) == 0) continue;
-    named.push_back({lora.name, {lora.handle.key(), lora.weight}});
+    if (!lora.ActiveAt(0) || lora.report.matched.count(component) == 0) continue;
+    named.push_back({lora.name, {lora.handle.key(), StrengthText(lora.weight, lora.blocks, component)}});
   }
   std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<ConditioningSource> sources;
@@ -249,7 +248,12 @@ bool Job::RunSlice() {
     Finish(status);
     return false;
   }
-  if (!phase_over) return true;
+  if (!phase_over) {
+    const bool same = phases_[current_].kind != Kind::kDenoise ||
+                      !resources_->SetProgress(static_cast<double>(step_) / static_cast<double>(steps_));
+    if (!same) next_ = &Job::AcquirePhase;  // the next step has another set of LoRAs
+    return same;
+  }
   EndPhase();
   next_ = ++current_ < phases_.size() ? &Job::AcquirePhase : &Job::EncodePictures;
   return false;
@@ -279,14 +283,14 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
     }
     case Kind::kEncodeImage: {
       Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
-      ASSIGN_OR_RETURN(init_latents_,
+      ASSIGN_OR_RETURN(image_latents_,
                        pipeline.EncodeImage(resources_->view(), params_, resources_->options()));
       return true;
     }
     case Kind::kDenoise: {
       Stopwatch watch([&](double ms) { timings_.set_denoise_ms(timings_.denoise_ms() + ms); });
       if (denoiser_ == nullptr) {
-        ASSIGN_OR_RETURN(denoiser_, pipeline.Begin(params_, std::move(conditioning_), init_latents_));
+        ASSIGN_OR_RETURN(denoiser_, pipeline.Begin(params_, std::move(conditioning_), image_latents_));
         steps_ = static_cast<int>(denoiser_->step_count());
       }
       if (!denoiser_->done()) {
@@ -427,9 +431,10 @@ void Job::Finish(absl::Status status) {
   denoiser_ = nullptr;
   conditioning_.clear();
   latents_.reset();
-  init_latents_.reset();
+  image_latents_.reset();
   pictures_.clear();
   params_.init_image.reset();
+  params_.control_image.reset();
   resources_ = nullptr;
   conditioning_locks_.clear();
   conditioning_memory_.Release();

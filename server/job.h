@@ -123,7 +123,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   std::vector<LockHandle> conditioning_locks_;  // of what is a record
   Reservation conditioning_memory_;             // of the encoder that runs
   Reservation picture_memory_;                  // of pictures on their way out
-  at::Tensor init_latents_;
+  at::Tensor image_latents_;
   at::Tensor latents_;
   std::unique_ptr<Denoiser> denoiser_;
   std::vector<at::Tensor> pictures_;  // uint8 [H, W, 3]

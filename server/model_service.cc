@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "patcher/model_patch.h"
+#include "patcher/patch_identity.h"
 #include "server/params.h"
 #include "server/unary.h"
 #include "spdlog/spdlog.h"
@@ -162,6 +163,7 @@ grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerCont
     for (const PatchLayer& layer : patch->layers()) {
       if (layer.rank() > 0) ++(*response->mutable_layers_by_rank())[static_cast<int>(layer.rank())];
       ++(*response->mutable_layers_by_type())[layer.type];
+      ++(*response->mutable_layers_by_target())[ComponentOf(layer.name)];
       if (layer.has_alpha) response->set_layers_with_alpha(response->layers_with_alpha() + 1);
       if (response->sample_keys_size() < static_cast<int>(kMaxSamples)) response->add_sample_keys(layer.name);
     }

@@ -18,6 +18,16 @@ absl::Status CheckText(const std::string& text, absl::string_view field) {
   return FieldError(field, absl::StrCat("has ", text.size(), " bytes, at most ", kMaxPromptBytes, " are taken"));
 }
 
+// uint8 [H, W, 3] of a picture file.
+absl::StatusOr<at::Tensor> PictureOf(const std::string& file, absl::string_view field, const Config& config) {
+  if (file.empty()) return FieldError(field, "is empty");
+  ASSIGN_OR_RETURN(RgbImage image,
+                   DecodeImage(file, {.max_bytes = config.max_image_bytes, .max_pixels = config.max_pixels}, field));
+  at::Tensor picture = at::empty({image.height, image.width, 3}, at::kByte);
+  std::memcpy(picture.data_ptr(), image.pixels.data(), image.pixels.size());
+  return picture;
+}
+
 uint64_t DrawSeed() {
   std::random_device device;
   return device();  // 32 bits: short enough to type
@@ -50,13 +60,12 @@ absl::StatusOr<GenerateParams> ParamsFromProto(const v1::GenerateParams& proto, 
 
   if (proto.has_init_image()) {
     const v1::InitImage& init = proto.init_image();
-    if (init.data().empty()) return FieldError("params.init_image.data", "is empty");
-    ASSIGN_OR_RETURN(RgbImage image,
-                     DecodeImage(init.data(), {.max_bytes = config.max_image_bytes, .max_pixels = config.max_pixels},
-                                 "params.init_image.data"));
-    params.init_image = at::empty({image.height, image.width, 3}, at::kByte);
-    std::memcpy(params.init_image.data_ptr(), image.pixels.data(), image.pixels.size());
+    ASSIGN_OR_RETURN(params.init_image, PictureOf(init.data(), "params.init_image.data", config));
     if (init.has_strength()) params.strength = init.strength();
+  }
+  if (proto.has_control_image()) {
+    ASSIGN_OR_RETURN(params.control_image,
+                     PictureOf(proto.control_image().data(), "params.control_image.data", config));
   }
   return params;
 }
@@ -80,11 +89,26 @@ v1::GenerateParams EchoParams(const v1::GenerateParams& request, const GenerateP
   if (used.max_sequence_length) echo.set_max_sequence_length(static_cast<int>(*used.max_sequence_length));
   echo.set_seed(used.seeds.front());
   echo.set_count(static_cast<int>(used.seeds.size()));
-  if (echo.has_init_image()) {
-    echo.mutable_init_image()->clear_data();
-    if (used.strength) echo.mutable_init_image()->set_strength(*used.strength);
-  }
+  ClearPictureFiles(echo);
+  if (echo.has_init_image() && used.strength) echo.mutable_init_image()->set_strength(*used.strength);
   return echo;
+}
+
+int64_t PictureFileBytes(const v1::GenerateParams& params) {
+  return static_cast<int64_t>(params.init_image().data().size() + params.control_image().data().size());
+}
+
+void ClearPictureFiles(v1::GenerateParams& params) {
+  if (params.has_init_image()) params.mutable_init_image()->clear_data();
+  if (params.has_control_image()) params.mutable_control_image()->clear_data();
+}
+
+int64_t PictureBytes(const GenerateParams& params) {
+  int64_t bytes = 0;
+  for (const at::Tensor& picture : {params.init_image, params.control_image}) {
+    if (picture.defined()) bytes += static_cast<int64_t>(picture.nbytes());
+  }
+  return bytes;
 }
 
 v1::LoraReport ReportToProto(const PatchReport& report) {

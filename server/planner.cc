@@ -301,14 +301,13 @@ class Planner {
       if (!ram_.Lock(lora.request.key.ToString(), "lora", lora.request.loader.estimated_bytes)) return false;
     }
     const Pipeline& pipeline = *model_.pipeline;
-    if (params_.init_image.defined() &&
-        !ram_.Promise(static_cast<int64_t>(params_.init_image.nbytes()), "pictures of a request")) {
+    if (params_.has_pictures() && !ram_.Promise(PictureBytes(params_), "pictures of a request")) {
       return false;
     }
     for (const std::string& component : pipeline.EncoderComponents(params_)) {
       if (!EncodeText(component, core_.PlaceEncoder(model_, component, home))) return false;
     }
-    if (params_.init_image.defined() &&
+    if (params_.has_pictures() &&
         !RunPhase(pipeline.image_encoder_component(), home, 1, /*can_tile=*/true)) {
       return false;
     }
@@ -328,7 +327,9 @@ class Planner {
   bool EncodeText(const std::string& component, Executor& executor) {
     std::vector<std::pair<std::string, ConditioningSource>> named;
     for (const LoraChoice& lora : loras_) {
-      if (Reaches(lora, component)) named.push_back({lora.name, {lora.request.key, lora.weight}});
+      if (lora.ActiveAt(0) && Reaches(lora, component)) {
+        named.push_back({lora.name, {lora.request.key, StrengthText(lora.weight, lora.blocks, component)}});
+      }
     }
     std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     std::vector<ConditioningSource> sources;
@@ -354,7 +355,7 @@ class Planner {
     const LockHandle handle = core_.cache->Peek(lora.request.key, "plan");
     if (!handle) return true;
     const auto report =
-        LayerPatcher::Match(handle.As<ModelPatch>(), lora.name, lora.weight, model_.patch_targets);
+        LayerPatcher::Match(handle.As<ModelPatch>(), lora.name, lora.weight, model_.patch_targets, lora.blocks);
     return !report.ok() || report->matched.count(component) != 0;
   }
 
@@ -466,7 +467,7 @@ class Planner {
     return true;
   }
 
-  // What patches take for a component. Exact for LoRAs that are in memory; from the files' sizes for others.
+  // What patches take for a component, with those of a part of the steps as if they applied in all. Exact for LoRAs that are in memory; from the files' sizes for others.
   Overlay OverlayOf(const Component& component, const ModelKey& key) const {
     Overlay overlay;
     if (!component.patch_target) return overlay;
@@ -476,7 +477,10 @@ class Planner {
       if (!Reaches(lora, component.name)) continue;
       PatchSpec spec;
       spec.name = lora.name;
-      spec.weight = lora.weight;
+      // Text encoders have what applies from the start.
+      const bool applies = lora.ActiveAt(0) || component.name == model_.pipeline->denoiser_component();
+      spec.weight = applies ? lora.weight : 0;
+      spec.blocks = lora.blocks;
       spec.handle = core_.cache->Peek(lora.request.key, "plan");
       if (!spec.handle) {
         unread_bytes += lora.request.loader.estimated_bytes;
@@ -546,6 +550,7 @@ absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest
   ASSIGN_OR_RETURN(std::vector<LoraChoice> loras,
                    ResolveLoras({request.loras().begin(), request.loras().end()}, *core.catalog));
   ASSIGN_OR_RETURN(GenerateParams params, ParamsFromProto(request.params(), core.config));
+  if (!loras.empty()) params.grown_inputs = GenerateParams::kUnknownInputs;  // they may not have been read yet
   RETURN_IF_ERROR(model->pipeline->Validate(params));
   RETURN_IF_ERROR(CheckPixels(params, core.config));
   return Planner(core, *model, std::move(params), std::move(loras), mode, request.params().vae_tiling())

@@ -148,6 +148,36 @@ std::vector<int64_t> JsonConfig::Ints(absl::string_view key, std::vector<int64_t
   return fallback;
 }
 
+std::vector<int64_t> JsonConfig::IntOrInts(absl::string_view key, int64_t fallback, size_t count, int64_t min,
+                                           int64_t max) {
+  const Json* value = impl_->Find(key);
+  if (value == nullptr || !value->is_array()) {
+    return std::vector<int64_t>(count, Int(key, fallback, min, max));
+  }
+  std::vector<int64_t> numbers = Ints(key, {}, min, max);
+  if (numbers.size() != count) {
+    Fail(OutOfRange(label_, key, value->dump()));
+    numbers.assign(count, fallback);
+  }
+  return numbers;
+}
+
+std::vector<std::string> JsonConfig::Strings(absl::string_view key, std::vector<std::string> fallback) {
+  const Json* value = impl_->Find(key);
+  if (value == nullptr) return fallback;
+  std::vector<std::string> strings;
+  bool good = value->is_array();
+  if (good) {
+    for (const Json& element : *value) {
+      good = good && element.is_string();
+      if (good) strings.push_back(element.get<std::string>());
+    }
+  }
+  if (good) return strings;
+  Fail(WrongType(key, "an array of strings"));
+  return fallback;
+}
+
 std::vector<double> JsonConfig::Doubles(absl::string_view key) {
   std::vector<double> numbers;
   const Json* value = impl_->Find(key);

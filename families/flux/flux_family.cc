@@ -1,28 +1,21 @@
 #include "families/flux/flux_family.h"
 
-#include <filesystem>
 #include <utility>
 
 #include "ATen/ATen.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
-#include "families/config/json_config.h"
 #include "families/flux/flux_keys.h"
 #include "families/flux/flux_lora.h"
 #include "families/flux/flux_pipeline.h"
+#include "families/open_model.h"
 
 namespace latentd {
 namespace {
 
-namespace fs = std::filesystem;
-
 // What may stand before the names of a single-file transformer.
 constexpr const char* kFilePrefixes[] = {"", "model.diffusion_model.", "diffusion_model.", "transformer."};
-
-absl::Status Unsupported(const std::string& what) {
-  return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL", what, {{"what", what}});
-}
 
 // ---------------------------------------------------------------------------------------------- detection
 
@@ -30,13 +23,9 @@ bool IsFluxClass(absl::string_view name) {
   return absl::StartsWith(name, "Flux") && !absl::StartsWith(name, "Flux2");
 }
 
-bool IsTextToImageClass(absl::string_view name) {
-  return name == "FluxPipeline" || name == "FluxImg2ImgPipeline" || name == "FluxInpaintPipeline";
-}
-
-std::string PipelineClass(const std::string& folder) {
-  absl::StatusOr<JsonConfig> json = JsonConfig::Load(folder + "/model_index.json");
-  return json.ok() ? json->String("_class_name", "") : "";
+bool IsServedClass(absl::string_view name) {
+  return name == "FluxPipeline" || name == "FluxImg2ImgPipeline" || name == "FluxInpaintPipeline" ||
+         name == "FluxControlPipeline" || name == "FluxControlImg2ImgPipeline";
 }
 
 // Which names a transformer file has, if it is a FLUX.1 transformer at all.
@@ -125,19 +114,6 @@ absl::StatusOr<Component> OpenT5(const std::string& base, FluxParts& parts) {
   return component;
 }
 
-absl::StatusOr<Component> OpenVae(const std::string& base, FluxParts& parts) {
-  Component component;
-  component.name = "vae";
-  ASSIGN_OR_RETURN(const AutoencoderKlConfig config, AutoencoderKlConfig::Load(base + "/vae/config.json"));
-  ASSIGN_OR_RETURN(component.files, WeightFiles::Open(base + "/vae"));
-  const VaeFileLayout file = DetectVaeFileLayout(*component.files, config);
-  component.key_map = file.key_map;
-  component.prefix = file.prefix;
-  parts.vae = std::make_shared<const AutoencoderKl>(config);
-  component.layout = parts.vae->layout();
-  return component;
-}
-
 // -------------------------------------------------------------------------------------- defaults, preview
 
 // Latent → RGB by least squares over pictures, as in ComfyUI's latent_formats: FLUX.1's own latent space.
@@ -150,43 +126,16 @@ constexpr float kFluxFactors[16][3] = {
     {-0.1262f, -0.0982f, -0.0778f},
 };
 constexpr float kFluxBias[3] = {-0.0329f, -0.0718f, -0.0851f};
+// What diffusers' documentation draws with, of FLUX.1 Depth.
+constexpr double kControlGuidance = 10;
 constexpr double kFluxScaling = 0.3611, kFluxShift = 0.1159;
 
-at::Tensor ToTensor(const std::vector<double>& numbers, std::vector<int64_t> shape) {
-  return at::tensor(numbers, at::kDouble).to(at::kFloat).view(shape);
-}
-
-absl::Status ReadLatentdJson(const std::string& path, FluxParts& parts) {
+void SetPublishedPreview(FluxParts& parts) {
   const AutoencoderKlConfig& vae = parts.vae->config();
   if (vae.latent_channels == 16 && vae.scaling_factor == kFluxScaling && vae.shift_factor == kFluxShift) {
     parts.preview.factors = at::tensor(at::ArrayRef<float>(&kFluxFactors[0][0], 16 * 3)).view({16, 3});
     parts.preview.bias = at::tensor(at::ArrayRef<float>(kFluxBias, 3));
   }
-  if (!fs::exists(path)) return absl::OkStatus();
-  ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(path));
-  JsonConfig defaults = json.Object("defaults");
-  ModelDefaults& d = parts.defaults;
-  d.width = defaults.Int("width", d.width, 1, 1 << 16);
-  d.height = defaults.Int("height", d.height, 1, 1 << 16);
-  d.steps = defaults.Int("steps", d.steps, 1, 1000);
-  d.guidance = defaults.Double("guidance", d.guidance, 0, 100);
-  d.true_cfg_scale = defaults.Double("true_cfg_scale", d.true_cfg_scale, 1, 100);
-  d.strength = defaults.Double("strength", d.strength, 1e-6, 1);
-  d.max_sequence_length = defaults.Int("max_sequence_length", d.max_sequence_length, 1, 512);
-  JsonConfig rgb = json.Object("latent_rgb");
-  const std::vector<double> factors = rgb.Doubles("factors"), bias = rgb.Doubles("bias");
-  if (!factors.empty()) {
-    if (static_cast<int64_t>(factors.size()) != vae.latent_channels * 3 ||
-        (!bias.empty() && bias.size() != 3)) {
-      rgb.Fail(Unsupported(absl::StrCat(rgb.label(), ": factors or bias have another number of entries")));
-    } else {
-      parts.preview.factors = ToTensor(factors, {vae.latent_channels, 3});
-      parts.preview.bias = bias.empty() ? at::zeros({3}) : ToTensor(bias, {3});
-    }
-  }
-  RETURN_IF_ERROR(json.status());
-  RETURN_IF_ERROR(defaults.status());
-  return rgb.status();
 }
 
 // The parts come from different files: they must fit each other.
@@ -197,9 +146,9 @@ absl::Status CheckFit(const FluxParts& parts) {
                                     parts.t5->config().dim, " channels, the transformer takes ",
                                     config.pooled_dim, " and ", config.text_dim));
   }
-  if (parts.vae->config().latent_channels * 4 != config.in_channels) {
+  if (parts.vae->config().latent_channels * 4 != config.out_channels) {
     return Unsupported(absl::StrCat("the VAE has ", parts.vae->config().latent_channels,
-                                    " latent channels, the transformer takes ", config.in_channels / 4));
+                                    " latent channels, the transformer gives ", config.out_channels / 4));
   }
   return absl::OkStatus();
 }
@@ -223,7 +172,7 @@ absl::StatusOr<std::unique_ptr<Pipeline>> FluxFamily::Open(const ModelFiles& fil
                                     "text encoders and VAE"));
   }
   const std::string name = PipelineClass(base);
-  if (!IsTextToImageClass(name)) {
+  if (!IsServedClass(name)) {
     return Unsupported(
         absl::StrCat(name.empty() ? "a folder without model_index.json" : name, " is not supported"));
   }
@@ -231,7 +180,8 @@ absl::StatusOr<std::unique_ptr<Pipeline>> FluxFamily::Open(const ModelFiles& fil
   ASSIGN_OR_RETURN(Component clip, OpenClip(base, parts));
   ASSIGN_OR_RETURN(Component t5, OpenT5(base, parts));
   ASSIGN_OR_RETURN(Component transformer, OpenTransformer(files, base, parts));
-  ASSIGN_OR_RETURN(Component vae, OpenVae(base, parts));
+  ASSIGN_OR_RETURN(auto vae_files, WeightFiles::Open(base + "/vae"));
+  ASSIGN_OR_RETURN(Component vae, DescribeVae(base + "/vae", std::move(vae_files), parts.vae));
   for (Component* component : {&clip, &t5, &transformer, &vae})
     parts.components.push_back(std::move(*component));
   ASSIGN_OR_RETURN(parts.schedule, FlowMatchConfig::Load(base + "/scheduler/scheduler_config.json"));
@@ -241,7 +191,13 @@ absl::StatusOr<std::unique_ptr<Pipeline>> FluxFamily::Open(const ModelFiles& fil
   parts.variant = dev ? "dev" : "schnell";
   parts.defaults = dev ? ModelDefaults{.steps = 28, .guidance = 3.5, .max_sequence_length = 512}
                        : ModelDefaults{.steps = 4, .guidance = 0, .max_sequence_length = 256};
-  RETURN_IF_ERROR(ReadLatentdJson(base + "/latentd.json", parts));
+  if (parts.transformer->config().is_control()) {
+    parts.variant += "-control";
+    parts.defaults.guidance = dev ? kControlGuidance : 0;
+  }
+  SetPublishedPreview(parts);
+  RETURN_IF_ERROR(
+      ReadSettings(base, parts.vae->config().latent_channels, parts.defaults, parts.preview));
   return std::make_unique<FluxPipeline>(std::move(parts));
 }
 

@@ -2,67 +2,24 @@
 
 #include <algorithm>
 #include <cmath>
-#include <random>
 #include <utility>
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
-#include "families/image/resize.h"
+#include "families/request_checks.h"
 #include "families/sampling/noise.h"
+#include "families/vae/picture_codec.h"
 
 namespace latentd {
 namespace {
 
-constexpr int64_t kMaxSide = 4096;
-constexpr int64_t kMaxPixels = 2048 * 4096;
-constexpr int64_t kMaxInitImageSide = 16384;
-constexpr int64_t kMaxSteps = 1000;
 constexpr int64_t kMaxTextTokens = 512;
-constexpr size_t kMaxPictures = 64;
-constexpr size_t kMaxPromptBytes = 64 << 10;
-constexpr double kMaxGuidance = 100;
 constexpr double kMaxShift = 100;
 
 constexpr char kPooled[] = "pooled", kT5[] = "t5", kNegativePooled[] = "neg.pooled", kNegativeT5[] = "neg.t5";
 
-// What leaves a phase.
-at::Tensor ToHost(const at::Tensor& tensor) { return tensor.contiguous().to(at::kCPU); }
-
 bool UsesNegative(const GenerateParams& params) { return *params.true_cfg_scale > 1; }
-
-// -------------------------------------------------------------------------------------------- validation
-
-absl::Status CheckRange(absl::string_view field, double value, double min, double max) {
-  if (value >= min && value <= max) return absl::OkStatus();  // NaN fails too
-  return FieldError(field, absl::StrCat("must be from ", min, " to ", max, "; it is ", value));
-}
-
-absl::Status CheckSide(absl::string_view field, int64_t value, int64_t multiple) {
-  if (value >= multiple && value <= kMaxSide && value % multiple == 0) return absl::OkStatus();
-  return FieldError(field, absl::StrCat("must be a multiple of ", multiple, " from ", multiple, " to ",
-                                        kMaxSide, "; it is ", value));
-}
-
-absl::Status CheckPrompt(absl::string_view field, const std::string& text) {
-  if (text.size() <= kMaxPromptBytes) return absl::OkStatus();
-  return FieldError(field,
-                    absl::StrCat("is ", text.size(), " bytes; at most ", kMaxPromptBytes, " are taken"));
-}
-
-absl::Status CheckInitImage(const at::Tensor& image) {
-  if (image.dim() != 3 || image.size(2) != 3 || image.scalar_type() != at::kByte) {
-    return FieldError("params.init_image", "must be 8-bit RGB");
-  }
-  for (int64_t side : {image.size(0), image.size(1)}) {
-    if (side < 1 || side > kMaxInitImageSide) {
-      return FieldError("params.init_image",
-                        absl::StrCat("is ", image.size(1), "×", image.size(0),
-                                     " pixels; a side must be from 1 to ", kMaxInitImageSide));
-    }
-  }
-  return absl::OkStatus();
-}
 
 // --------------------------------------------------------------------------------------------- denoising
 
@@ -76,13 +33,15 @@ struct Prompt {
 class FluxDenoiser : public Denoiser {
  public:
   FluxDenoiser(std::shared_ptr<const FluxTransformer> transformer, std::vector<float> sigmas, int64_t start,
-               std::vector<at::Tensor> pictures, std::vector<Prompt> prompts, const GenerateParams& params,
+               std::vector<at::Tensor> pictures, std::vector<at::Tensor> controls,
+               std::vector<Prompt> prompts, const GenerateParams& params,
                int64_t latent_height, int64_t latent_width)
       : transformer_(std::move(transformer)),
         sigmas_(std::move(sigmas)),
         start_(start),
         index_(start),
         pictures_(std::move(pictures)),
+        controls_(std::move(controls)),
         prompts_(std::move(prompts)),
         guidance_(*params.guidance),
         true_cfg_scale_(*params.true_cfg_scale),
@@ -103,10 +62,12 @@ class FluxDenoiser : public Denoiser {
     }
     // All pictures before any is replaced: a step that fails half-way can be repeated.
     std::vector<at::Tensor> stepped;
-    for (const at::Tensor& x : pictures_) {
-      at::Tensor velocity = (*transformer_)(w, x, modulations[0], prompts_[0].text);
+    for (size_t i = 0; i < pictures_.size(); ++i) {
+      const at::Tensor& x = pictures_[i];
+      const at::Tensor input = Input(w, i);
+      at::Tensor velocity = (*transformer_)(w, input, modulations[0], prompts_[0].text);
       if (prompts_.size() > 1) {
-        const at::Tensor negative = (*transformer_)(w, x, modulations[1], prompts_[1].text);
+        const at::Tensor negative = (*transformer_)(w, input, modulations[1], prompts_[1].text);
         velocity = velocity.sub_(negative).mul_(true_cfg_scale_).add_(negative);
       }
       stepped.push_back(EulerStep(x, velocity, sigma, next));
@@ -134,10 +95,18 @@ class FluxDenoiser : public Denoiser {
  private:
   int64_t last() const { return static_cast<int64_t>(sigmas_.size()) - 1; }
 
+  // A picture's tokens, with those of its control image beside them. A control LoRA that applies to a part of the
+  // steps alone leaves the model's own input in the others.
+  at::Tensor Input(const WeightView& w, size_t i) const {
+    if (controls_.empty() || transformer_->Inputs(w) == pictures_[i].size(2)) return pictures_[i];
+    return at::cat({pictures_[i], controls_[i]}, 2);
+  }
+
   // Brings what Begin was given to where the weights are. What they make of the prompts is the same in all
   // steps. A first step that failed does it once more, at no cost where it is done.
   void Prepare(const WeightView& w) {
     for (at::Tensor& x : pictures_) x = x.to(w.device());
+    for (at::Tensor& x : controls_) x = x.to(w.device());
     for (Prompt& prompt : prompts_) {
       prompt.text = transformer_->PrepareText(w, prompt.t5, height_ / 2, width_ / 2);
       prompt.conditioning = transformer_->PrepareConditioning(w, prompt.pooled, guidance_);
@@ -149,6 +118,7 @@ class FluxDenoiser : public Denoiser {
   const int64_t start_;
   int64_t index_;                     // of the step to come, in sigmas_
   std::vector<at::Tensor> pictures_;  // packed latents, [1, tokens, 64] each; in host memory until a step
+  std::vector<at::Tensor> controls_;  // packed latents of the control image for each; empty without one
   std::vector<at::Tensor> before_;    // the same before the last step
   std::vector<Prompt> prompts_;       // wanted, then unwanted
   const double guidance_, true_cfg_scale_;
@@ -159,17 +129,13 @@ class FluxDenoiser : public Denoiser {
 
 absl::Status FluxPipeline::Validate(GenerateParams& params) const {
   const ModelDefaults& defaults = parts_.defaults;
+  RETURN_IF_ERROR(CheckKnownFields(params, {"params.control_image"}, "FLUX.1"));
   RETURN_IF_ERROR(CheckPrompt("params.prompt", params.prompt));
   if (params.negative_prompt) RETURN_IF_ERROR(CheckPrompt("params.negative_prompt", *params.negative_prompt));
 
   if (!params.width) params.width = defaults.width;
   if (!params.height) params.height = defaults.height;
-  RETURN_IF_ERROR(CheckSide("params.width", *params.width, PixelsPerToken()));
-  RETURN_IF_ERROR(CheckSide("params.height", *params.height, PixelsPerToken()));
-  if (*params.width * *params.height > kMaxPixels) {
-    return FieldError("params.height", absl::StrCat(*params.width, "×", *params.height, " is more than ",
-                                                    kMaxPixels, " pixels"));
-  }
+  RETURN_IF_ERROR(CheckSize(params, PixelsPerToken()));
   if (!params.steps) params.steps = defaults.steps;
   RETURN_IF_ERROR(CheckRange("params.steps", static_cast<double>(*params.steps), 1, kMaxSteps));
   if (!params.guidance) params.guidance = defaults.guidance;
@@ -188,28 +154,43 @@ absl::Status FluxPipeline::Validate(GenerateParams& params) const {
   if (!params.max_sequence_length) params.max_sequence_length = defaults.max_sequence_length;
   RETURN_IF_ERROR(CheckRange("params.max_sequence_length", static_cast<double>(*params.max_sequence_length),
                              1, kMaxTextTokens));
-  if (params.seeds.empty()) {
-    std::random_device device;
-    params.seeds = {device()};
-  }
-  RETURN_IF_ERROR(CheckRange("params.count", static_cast<double>(params.seeds.size()), 1, kMaxPictures));
+  RETURN_IF_ERROR(FillSeeds(params));
 
   if (!params.strength) params.strength = defaults.strength;
-  if (!std::isfinite(*params.strength) || *params.strength <= 0 || *params.strength > 1) {
-    return FieldError("params.init_image.strength", "must be above 0 and at most 1");
-  }
+  RETURN_IF_ERROR(CheckShare("params.init_image.strength", *params.strength));
   if (params.init_image.defined()) {
-    RETURN_IF_ERROR(CheckInitImage(params.init_image));
+    RETURN_IF_ERROR(CheckPicture("params.init_image", params.init_image));
     if (StartIndex(*params.steps, *params.strength) >= *params.steps) {
       return FieldError("params.init_image.strength",
                         absl::StrCat(*params.strength, " of ", *params.steps, " steps leaves none to run"));
     }
   }
+  RETURN_IF_ERROR(CheckControl(params));
   if (params.noise.defined()) {
     std::vector<int64_t> shape = LatentShape(params);
     shape[0] = static_cast<int64_t>(params.seeds.size());
     if (params.noise.sizes() != at::IntArrayRef(shape))
       return FieldError("params.noise", "has another shape");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FluxPipeline::CheckControl(const GenerateParams& params) const {
+  const FluxConfig& config = parts_.transformer->config();
+  const bool given = params.control_image.defined();
+  if (given) RETURN_IF_ERROR(CheckPicture("params.control_image", params.control_image));
+  if (params.grown_inputs == GenerateParams::kUnknownInputs) return absl::OkStatus();
+  const int64_t inputs = std::max(params.grown_inputs, config.in_channels);
+  if (inputs != config.out_channels && inputs != 2 * config.out_channels) {
+    return FieldError("loras", absl::StrCat("grow the model's input to ", inputs, " channels; a control LoRA makes it ",
+                                            2 * config.out_channels));
+  }
+  const bool wanted = inputs > config.out_channels;
+  if (wanted && !given) {
+    return FieldError("params.control_image", "is missing: this model, or one of the LoRAs, draws after one");
+  }
+  if (given && !wanted) {
+    return FieldError("params.control_image", "is not taken by this model without a control LoRA");
   }
   return absl::OkStatus();
 }
@@ -264,42 +245,48 @@ int64_t FluxPipeline::ConditioningBytes(const std::string& component, const Gene
 absl::StatusOr<at::Tensor> FluxPipeline::EncodeImage(const WeightView& weights, const GenerateParams& params,
                                                      const PhaseOptions& options) const {
   c10::InferenceMode inference;
-  const at::Tensor source = params.init_image.contiguous();
-  std::vector<uint8_t> pixels = ResizeLanczos(source.const_data_ptr<uint8_t>(), source.size(1),
-                                              source.size(0), *params.width, *params.height);
-  const at::Tensor bytes = at::from_blob(pixels.data(), {*params.height, *params.width, 3}, at::kByte);
-  // Copied as bytes, converted there.
-  at::Tensor picture = bytes.to(weights.device()).to(weights.compute_type()).div_(255).mul_(2).sub_(1);
-  picture = picture.permute({2, 0, 1}).unsqueeze(0).contiguous();
-  AutoencoderKl::Posterior posterior = parts_.vae->Encode(weights, picture, options.tile);
-  // Sampled where noise is drawn and latents are kept.
-  posterior = {ToHost(posterior.mean), ToHost(posterior.std)};
-  std::vector<at::Tensor> samples;
-  for (uint64_t seed : params.seeds) {
-    samples.push_back(posterior.Sample(DrawNoise(seed, posterior.mean.sizes().vec())[0]));
+  std::vector<at::Tensor> latents;
+  for (const at::Tensor& image : {params.control_image, params.init_image}) {
+    if (!image.defined()) continue;
+    const at::Tensor picture = ResizePicture(image, *params.width, *params.height);
+    const AutoencoderKl::Posterior posterior =
+        EncodePicture(*parts_.vae, weights, PictureToInput(weights, picture), options.tile);
+    const int draw = static_cast<int>(latents.size());
+    std::vector<at::Tensor> samples;
+    for (uint64_t seed : params.seeds) {
+      samples.push_back(posterior.Sample(DrawNoise(seed, posterior.mean.sizes().vec(), draw + 1).back()));
+    }
+    latents.push_back(parts_.vae->ToModel(at::cat(samples)));
   }
-  return parts_.vae->ToModel(at::cat(samples));
+  return at::cat(latents, 1);
 }
 
 absl::StatusOr<std::unique_ptr<Denoiser>> FluxPipeline::Begin(const GenerateParams& params,
                                                               Conditioning conditioning,
-                                                              at::Tensor init_latents) const {
+                                                              at::Tensor image_latents) const {
   c10::InferenceMode inference;
   const std::vector<int64_t> shape = LatentShape(params);
   const int64_t tokens = shape[2] / 2 * (shape[3] / 2);
   std::vector<float> sigmas = FlowMatchSigmas(parts_.schedule, *params.steps, tokens, params.shift);
-  const bool from_image = init_latents.defined();
+  const bool from_image = params.init_image.defined(), controlled = params.control_image.defined();
+  // A seed's draws: samples of the pictures, in the order of EncodeImage, then noise.
+  const int draws = (controlled ? 1 : 0) + (from_image ? 1 : 0) + 1;
+  if (params.has_pictures() &&
+      image_latents.sizes().slice(1) != at::IntArrayRef({(draws - 1) * shape[1], shape[2], shape[3]})) {
+    return absl::InternalError("the latents of the request's pictures have another shape");
+  }
   const int64_t start = from_image ? StartIndex(*params.steps, *params.strength) : 0;
 
-  std::vector<at::Tensor> pictures;
+  std::vector<at::Tensor> pictures, controls;
   for (size_t i = 0; i < params.seeds.size(); ++i) {
     const auto n = static_cast<int64_t>(i);
-    // The seed's first draw went into the sample of the init image, where there is one.
     at::Tensor x = params.noise.defined() ? params.noise.narrow(0, n, 1)
-                                          : DrawNoise(params.seeds[i], shape, from_image ? 2 : 1).back();
+                                          : DrawNoise(params.seeds[i], shape, draws).back();
+    at::Tensor given = image_latents;
+    if (params.has_pictures() && given.size(0) > 1) given = given.narrow(0, n, 1);
+    if (controlled) controls.push_back(PackLatents(given.narrow(1, 0, shape[1])));
     if (from_image) {
-      const at::Tensor picture = init_latents.size(0) == 1 ? init_latents : init_latents.narrow(0, n, 1);
-      if (picture.sizes() != x.sizes()) return absl::InternalError("init latents have another shape");
+      const at::Tensor picture = given.narrow(1, given.size(1) - shape[1], shape[1]);
       x = AddNoise(picture, x, sigmas[static_cast<size_t>(start)]);
     }
     pictures.push_back(PackLatents(x));
@@ -318,33 +305,22 @@ absl::StatusOr<std::unique_ptr<Denoiser>> FluxPipeline::Begin(const GeneratePara
     prompts.push_back(std::move(negative));
   }
   return std::make_unique<FluxDenoiser>(parts_.transformer, std::move(sigmas), start, std::move(pictures),
-                                        std::move(prompts), params, shape[2], shape[3]);
+                                        std::move(controls), std::move(prompts), params, shape[2], shape[3]);
 }
 
 int64_t FluxPipeline::SmallerTile(const GenerateParams& params, int64_t tile) const {
-  // Powers of two from the largest below the picture down to what can still be cut and blended.
-  const int64_t smallest = 4 * parts_.vae->config().scale();
-  const int64_t below = tile == 0 ? std::max(*params.width, *params.height) : tile;
-  int64_t next = smallest;
-  while (next * 2 < below) next *= 2;
-  return next < below ? next : 0;
+  return SmallerVaeTile(*parts_.vae, *params.width, *params.height, tile);
 }
 
 absl::StatusOr<at::Tensor> FluxPipeline::Decode(const WeightView& weights, const at::Tensor& latents,
                                                 const PhaseOptions& options) const {
   c10::InferenceMode inference;
-  const at::Tensor z = parts_.vae->FromModel(latents.to(weights.device(), weights.compute_type()));
-  at::Tensor picture = parts_.vae->Decode(weights, z, options.tile);
-  picture = picture.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_();
-  return ToHost(picture.squeeze(0).permute({1, 2, 0}).to(at::kByte));
+  return DecodePicture(*parts_.vae, weights, latents, options.tile);
 }
 
 at::Tensor FluxPipeline::Preview(const at::Tensor& latents) const {
   c10::InferenceMode inference;
-  if (!parts_.preview.factors.defined()) return {};
-  const at::Tensor places = latents.squeeze(0).permute({1, 2, 0}).to(at::kFloat);
-  at::Tensor rgb = at::matmul(places, parts_.preview.factors).add_(parts_.preview.bias);
-  return rgb.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_().to(at::kByte).contiguous();
+  return parts_.preview.Render(latents);
 }
 
 int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateParams& params,
@@ -362,11 +338,7 @@ int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateP
     const int64_t text = *params.max_sequence_length * (UsesNegative(params) ? 2 : 1);
     return 3 * latent_bytes + parts_.transformer->WorkingBytes(text, shape[2] / 2 * (shape[3] / 2));
   }
-  if (component == "text_encoder") {
-    const ClipTextConfig& c = parts_.clip->config();
-    return kSlackBytes + c.positions * (8 * c.dim + 2 * c.hidden) * int64_t{sizeof(float)} +
-           c.dim * c.hidden * int64_t{sizeof(float)};
-  }
+  if (component == "text_encoder") return parts_.clip->WorkingBytes();
   const T5Config& t = parts_.t5->config();
   const int64_t length = *params.max_sequence_length, inner = t.heads * t.head_dim;
   return kSlackBytes + (length * (4 * t.dim + 4 * inner + 3 * t.hidden) + 2 * t.heads * length * length +

@@ -1,4 +1,4 @@
-// FLUX.1 text-to-image and image-to-image: what happens between a prompt and a picture.
+// FLUX.1 text-to-image, image-to-image, and drawing after a control image: what happens between a prompt and a picture.
 //
 // Immutable; any thread. Denoisers share the network with the pipeline that made them and may outlive it.
 #ifndef LATENTD_FAMILIES_FLUX_FLUX_PIPELINE_H_
@@ -19,14 +19,9 @@
 #include "families/text/t5_encoder.h"
 #include "families/text/t5_tokenizer.h"
 #include "families/vae/autoencoder_kl.h"
+#include "families/vae/picture_codec.h"
 
 namespace latentd {
-
-// rgb = latents·factors + bias, in [-1, 1]: a rough picture of unfinished latents.
-struct LatentPreview {
-  at::Tensor factors;  // [channels, 3] fp32; undefined where the model has none
-  at::Tensor bias;     // [3]
-};
 
 // Everything that a FLUX.1 model is made of, described; filled in by FluxFamily::Open.
 struct FluxParts {
@@ -66,7 +61,7 @@ class FluxPipeline : public Pipeline {
 
   std::string denoiser_component() const override { return "transformer"; }
   absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params, Conditioning conditioning,
-                                                  at::Tensor init_latents) const override;
+                                                  at::Tensor image_latents) const override;
 
   std::string decoder_component() const override { return "vae"; }
   absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
@@ -81,6 +76,8 @@ class FluxPipeline : public Pipeline {
  private:
   // Pixels per token and direction: the VAE's factor and packing by 2×2.
   int64_t PixelsPerToken() const { return 2 * parts_.vae->config().scale(); }
+  // A control image where one is needed, and only there.
+  absl::Status CheckControl(const GenerateParams& params) const;
   std::vector<int64_t> LatentShape(const GenerateParams& params) const;  // of one picture, [1, C, h, w]
 
   FluxParts parts_;

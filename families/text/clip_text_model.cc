@@ -20,7 +20,7 @@ int64_t PooledRow(const std::vector<int64_t>& ids, int64_t eos) {
 
 }  // namespace
 
-absl::StatusOr<ClipTextConfig> ClipTextConfig::Load(const std::string& path) {
+absl::StatusOr<ClipTextConfig> ClipTextConfig::Load(const std::string& path, bool with_projection) {
   ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(path));
   ClipTextConfig config;
   config.vocabulary = json.Int("vocab_size", 49408, 1, 1 << 22);
@@ -31,6 +31,7 @@ absl::StatusOr<ClipTextConfig> ClipTextConfig::Load(const std::string& path) {
   config.heads = json.Int("num_attention_heads", 8, 1, 1024);
   config.eps = json.Double("layer_norm_eps", 1e-5, 0, 1);
   config.eos = json.Int("eos_token_id", 49407, 0, 1 << 22);
+  if (with_projection) config.projection = json.Int("projection_dim", 512, 1, 1 << 16);
   const std::string activation = json.String("hidden_act", "quick_gelu");
   if (activation == "gelu") {
     config.activation = Activation::kGeluErf;
@@ -41,6 +42,25 @@ absl::StatusOr<ClipTextConfig> ClipTextConfig::Load(const std::string& path) {
                         {{"file", json.label()}}));
   }
   RETURN_IF_ERROR(json.status());
+  return config;
+}
+
+ClipTextConfig ClipTextConfig::ClipL() {
+  ClipTextConfig config;
+  config.dim = 768;
+  config.hidden = 3072;
+  config.layers = 12;
+  config.heads = 12;
+  return config;
+}
+
+ClipTextConfig ClipTextConfig::ClipG() {
+  ClipTextConfig config;
+  config.dim = config.projection = 1280;
+  config.hidden = 5120;
+  config.layers = 32;
+  config.heads = 20;
+  config.activation = Activation::kGeluErf;
   return config;
 }
 
@@ -66,15 +86,26 @@ ClipTextModel::ClipTextModel(const ClipTextConfig& config) : config_(config) {
   }
   layout->BeginBlock("final_layer_norm", ComponentLayout::Residency::kStays);
   final_norm_ = LayerNorm::Describe(*layout, "final_layer_norm", config.dim, config.eps);
+  if (config.projection > 0) {
+    projection_ = Linear::Describe(*layout, "text_projection", config.dim, config.projection,
+                                   /*with_bias=*/false);
+  }
   layout_ = std::move(layout);
 }
 
-ClipTextModel::Output ClipTextModel::operator()(const WeightView& w, const std::vector<int64_t>& ids) const {
+ClipTextModel::Output ClipTextModel::operator()(const WeightView& w, const std::vector<int64_t>& ids,
+                                                const ClipTap& tap) const {
   const auto length = static_cast<int64_t>(ids.size());
   const int64_t head_dim = config_.dim / config_.heads;
+  Output output;
   at::Tensor x =
       tokens_(w, at::tensor(ids, at::kLong)).unsqueeze(0) + positions_(w, at::arange(length, at::kLong));
-  for (const Layer& layer : layers_) {
+  auto take = [&] { output.hidden = tap.final_norm ? final_norm_(w, x) : x; };
+  const size_t tapped = layers_.size() - static_cast<size_t>(tap.skip);
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    if (i == tapped) take();
+    if (output.hidden.defined() && !tap.pooled) return output;
+    const Layer& layer = layers_[i];
     const at::Tensor n = layer.norm1(w, x);
     const at::Tensor attended =
         Attention(SplitHeads(layer.q(w, n), head_dim), SplitHeads(layer.k(w, n), head_dim),
@@ -82,10 +113,18 @@ ClipTextModel::Output ClipTextModel::operator()(const WeightView& w, const std::
     x = x + layer.out(w, attended);
     x = x + layer.mlp(w, layer.norm2(w, x));
   }
-  Output output;
-  output.hidden = final_norm_(w, x);
-  output.pooled = output.hidden.select(1, PooledRow(ids, config_.eos)).contiguous();
+  if (tap.skip == 0) take();
+  if (!tap.pooled) return output;
+  const at::Tensor normed = tap.skip == 0 && tap.final_norm ? output.hidden : final_norm_(w, x);
+  output.pooled = normed.select(1, PooledRow(ids, config_.eos)).contiguous();
+  if (projection_.weight) output.pooled = projection_(w, output.pooled);
   return output;
+}
+
+int64_t ClipTextModel::WorkingBytes() const {
+  constexpr int64_t kSlackBytes = 8 << 20;
+  return kSlackBytes + (config_.positions * (8 * config_.dim + 2 * config_.hidden) + config_.dim * config_.hidden) *
+                           int64_t{sizeof(float)};
 }
 
 }  // namespace latentd

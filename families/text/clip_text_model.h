@@ -1,5 +1,6 @@
 // CLIP's text encoder. Architecture: Radford et al. 2021, "Learning Transferable Visual Models From Natural
-// Language Supervision"; names and numerics are those of transformers' CLIPTextModel.
+// Language Supervision"; names and numerics are those of transformers' CLIPTextModel, and of
+// CLIPTextModelWithProjection for OpenCLIP's bigG.
 //
 // Immutable after the constructor; any thread, each with a view of its own.
 #ifndef LATENTD_FAMILIES_TEXT_CLIP_TEXT_MODEL_H_
@@ -25,9 +26,23 @@ struct ClipTextConfig {
   double eps = 1e-5;
   // The pooled row is the first one of this token; 2 is an old config's way to say "the largest id".
   int64_t eos = 49407;
+  // Columns that the pooled row is projected to, without a bias; 0: it is not. Config files give a number even
+  // for models without a projection: it is Load's caller who knows which one this is.
+  int64_t projection = 0;
 
   // Of a config.json. Errors: those of JsonConfig.
-  static absl::StatusOr<ClipTextConfig> Load(const std::string& path);
+  static absl::StatusOr<ClipTextConfig> Load(const std::string& path, bool with_projection = false);
+
+  // The published models.
+  static ClipTextConfig ClipL();
+  static ClipTextConfig ClipG();
+};
+
+// Which hidden states are wanted.
+struct ClipTap {
+  int64_t skip = 0;        // layers at the end to leave out
+  bool final_norm = true;  // after them
+  bool pooled = true;      // the pooled row, too, for which every layer is run
 };
 
 class ClipTextModel {
@@ -38,11 +53,14 @@ class ClipTextModel {
   const std::shared_ptr<const ComponentLayout>& layout() const { return layout_; }
 
   struct Output {
-    at::Tensor hidden;  // [1, tokens, dim], after the final norm
-    at::Tensor pooled;  // [1, dim]
+    at::Tensor hidden;  // [1, tokens, dim], as the tap says
+    at::Tensor pooled;  // [1, dim or projection], of the last layer's; undefined where the tap leaves it out
   };
-  // REQUIRES: ids.size() <= positions, every id in the vocabulary.
-  Output operator()(const WeightView& w, const std::vector<int64_t>& ids) const;
+  // REQUIRES: ids.size() <= positions, every id in the vocabulary, 0 <= tap.skip < layers.
+  Output operator()(const WeightView& w, const std::vector<int64_t>& ids, const ClipTap& tap = {}) const;
+
+  // Upper estimate of activation bytes of one call, in fp32.
+  int64_t WorkingBytes() const;
 
   const ClipTextConfig& config() const { return config_; }
 
@@ -57,6 +75,7 @@ class ClipTextModel {
   Embedding tokens_, positions_;
   std::vector<Layer> layers_;
   LayerNorm final_norm_;
+  Linear projection_;  // where the config has one
 };
 
 }  // namespace latentd

@@ -54,19 +54,25 @@ def main() -> None:
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     import cases
+    import control
     import layers
     import loras
     import models
     import prompts
     import samplers
+    import sd_cases
+    import sd_models
 
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     models.build_all(args.out)
+    sd_models.build_all(args.out)
     cases.write_all(args.out, demo)
     loras.write_all(args.out, demo)
+    control.write_all(args.out)
     layers.write_all(args.out)
     prompts.write_all(args.out)
+    sd_cases.write_all(args.out)
     samplers.write_all(args.out)
     file.write_text(wanted)
 

@@ -1,0 +1,38 @@
+// What families check in requests the same way. Errors: INVALID_ARGUMENT INVALID_FIELD, naming the field.
+// Pure functions; any thread.
+#ifndef LATENTD_FAMILIES_REQUEST_CHECKS_H_
+#define LATENTD_FAMILIES_REQUEST_CHECKS_H_
+
+#include <cstdint>
+#include <string>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "families/generate_params.h"
+
+namespace latentd {
+
+inline constexpr int64_t kMaxSteps = 1000;
+inline constexpr double kMaxGuidance = 100;
+
+// `min` and `max` belong to the range; NaN does not.
+absl::Status CheckRange(absl::string_view field, double value, double min, double max);
+// Above 0 and at most 1.
+absl::Status CheckShare(absl::string_view field, double value);
+absl::Status CheckPrompt(absl::string_view field, const std::string& text);
+// Width and height are set: multiples of `multiple`, and not more of them than are drawn at once.
+absl::Status CheckSize(const GenerateParams& params, int64_t multiple);
+// uint8 [H, W, 3], sides of a sane length.
+absl::Status CheckPicture(absl::string_view field, const at::Tensor& picture);
+// At least one seed, drawn where the request has none, and not too many.
+absl::Status FillSeeds(GenerateParams& params);
+
+// Refuses fields that only some families know, but for those in `known` ("params.clip_skip").
+absl::Status CheckKnownFields(const GenerateParams& params, absl::Span<const absl::string_view> known,
+                              absl::string_view family);
+
+}  // namespace latentd
+
+#endif  // LATENTD_FAMILIES_REQUEST_CHECKS_H_

@@ -1,0 +1,43 @@
+// One running generation of SD 1.5 or SDXL: sampler and network, picture by picture, and what inpainting does
+// between steps.
+#ifndef LATENTD_FAMILIES_SD_SD_DENOISER_H_
+#define LATENTD_FAMILIES_SD_SD_DENOISER_H_
+
+#include <memory>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "families/family.h"
+#include "families/sampling/sampler.h"
+#include "families/sd/sd_predictor.h"
+
+namespace latentd {
+
+// Latents here are [1, C, h, w] fp32, in host memory until the first step.
+struct SdPicture {
+  at::Tensor x;
+  std::unique_ptr<Sampler> sampler;
+  // Channels behind x at each evaluation, for networks that take a mask and what it leaves.
+  at::Tensor more;
+  // What the unpainted part is made of, for networks that do not.
+  at::Tensor original, noise;
+};
+
+// Which places are repainted, where the network does not know.
+struct SdMask {
+  at::Tensor mask;  // [1, 1, h, w], 1: repainted; undefined: all of it
+  // A place is repainted as soon as the noise level is below it: t/1000 < mask.
+  bool gradient = false;
+};
+
+// Guidance of each step; the last one stands for those that follow. Not empty.
+std::unique_ptr<Denoiser> MakeSdDenoiser(SdPredictor predictor, std::vector<SdPicture> pictures, SdMask mask,
+                                         std::vector<double> guidance);
+
+// The places that come from the model after an evaluation; `next_timestep` is that of the next one, 0 after the
+// last. [1, 1, h, w], 0 to 1.
+at::Tensor RepaintedPlaces(const SdMask& mask, double next_timestep);
+
+}  // namespace latentd
+
+#endif  // LATENTD_FAMILIES_SD_SD_DENOISER_H_

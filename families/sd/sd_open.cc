@@ -1,0 +1,239 @@
+#include "families/sd/sd_open.h"
+
+#include <filesystem>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "ATen/ATen.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "families/config/json_config.h"
+#include "families/open_model.h"
+#include "families/sd/sd_keys.h"
+#include "families/sd/sd_lora.h"
+#include "families/text/clip_keys.h"
+
+namespace latentd {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int64_t kSd2ContextDim = 1024;
+constexpr char kXl[] = "StableDiffusionXL", kSd[] = "StableDiffusion", kSd3[] = "StableDiffusion3";
+
+// Where checkpoints have their text encoders.
+constexpr const char* kClipLPrefixes[] = {"cond_stage_model.transformer.", "conditioner.embedders.0.transformer.",
+                                          "text_encoders.clip_l.transformer."};
+constexpr const char* kClipGPrefixes[] = {"conditioner.embedders.1.model.", "conditioner.embedders.0.model.",
+                                          "text_encoders.clip_g.transformer."};
+constexpr char kSd2Encoder[] = "cond_stage_model.model.ln_final.weight";
+constexpr char kFirstOfVae[] = "first_stage_model.decoder.conv_in.weight";
+
+bool Has(const WeightFiles& files, const std::string& name) { return files.tensors().count(name) != 0; }
+
+// What is not read, by the class of its folder.
+absl::Status CheckTask(const std::string& name) {
+  for (const char* known : {"StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline",
+                            "StableDiffusionInpaintPipeline", "StableDiffusionXLPipeline",
+                            "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline"}) {
+    if (name == known) return absl::OkStatus();
+  }
+  return Unsupported(absl::StrCat(name.empty() ? "a folder without model_index.json" : name, " is not supported"));
+}
+
+// What is not read, by the first convolution and the text that the UNet takes.
+absl::Status CheckNetwork(const UNetConfig& config, SdKind kind) {
+  if (config.context_dim == kSd2ContextDim && kind == SdKind::kSd15) {
+    return Unsupported("Stable Diffusion 2 is not supported; SD 1.5 and SDXL are");
+  }
+  if (config.in_channels == 4 || config.in_channels == 9) return absl::OkStatus();
+  return Unsupported(absl::StrCat("a UNet that takes ", config.in_channels, " channels (",
+                                  config.in_channels == 8   ? "InstructPix2Pix"
+                                  : config.in_channels == 5 ? "depth"
+                                  : config.in_channels == 7 ? "upscaling"
+                                                            : "an unknown task",
+                                  ") is not supported"));
+}
+
+absl::StatusOr<Component> DescribeUNet(const std::shared_ptr<const WeightFiles>& checkpoint,
+                                       const std::string& base, SdKind kind, SdParts& parts) {
+  Component component;
+  component.name = "unet";
+  ASSIGN_OR_RETURN(UNetConfig config, UNetConfig::Load(base + "/unet/config.json"));
+  component.files = checkpoint;
+  if (checkpoint == nullptr) {
+    ASSIGN_OR_RETURN(component.files, WeightFiles::Open(base + "/unet"));
+  }
+  const UNetFileLayout file = DetectUNetFileLayout(*component.files);
+  if (checkpoint != nullptr) {
+    // The folder may be of the same architecture without, or with, a mask.
+    config.in_channels = file.in_channels;
+    if (file.context_dim != config.context_dim || file.added_embedding != (config.added_dim > 0)) {
+      return Unsupported(absl::StrCat("the file's UNet takes text of ", file.context_dim, " channels, that of its base ",
+                                      config.context_dim, ": they are of different models"));
+    }
+  }
+  RETURN_IF_ERROR(CheckNetwork(config, kind));
+  parts.unet = std::make_shared<const UNet2DCondition>(config);
+  if (file.known) component.prefix = file.prefix;
+  if (file.ldm) component.key_map = LdmUNetKeys(*parts.unet);
+  component.layout = parts.unet->layout();
+  component.patch_target = UNetTarget(*parts.unet);
+  return component;
+}
+
+// Where the weights of an encoder are: in the checkpoint, or in the folder.
+absl::StatusOr<std::pair<std::shared_ptr<const WeightFiles>, ClipFileLayout>> FindClip(
+    const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& folder, bool g) {
+  if (checkpoint != nullptr) {
+    for (const char* prefix : g ? kClipGPrefixes : kClipLPrefixes) {
+      const ClipFileLayout layout = DetectClipFileLayout(*checkpoint, prefix);
+      if (layout.known) return std::pair{checkpoint, layout};
+    }
+  }
+  ASSIGN_OR_RETURN(auto files, WeightFiles::Open(folder));
+  const ClipFileLayout layout = DetectClipFileLayout(*files, "");
+  return std::pair{std::move(files), layout};
+}
+
+absl::StatusOr<Component> DescribeClip(const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base,
+                                       bool g, SdParts& parts) {
+  const std::string number = g ? "_2" : "";
+  Component component;
+  component.name = "text_encoder" + number;
+  const std::string folder = absl::StrCat(base, "/", component.name);
+  ASSIGN_OR_RETURN(const ClipTextConfig config, ClipTextConfig::Load(folder + "/config.json", /*with_projection=*/g));
+  ASSIGN_OR_RETURN(auto found, FindClip(checkpoint, folder, g));
+  component.files = std::move(found.first);
+  component.key_map = found.second.key_map;
+  component.prefix = found.second.prefix;
+  ASSIGN_OR_RETURN(std::shared_ptr<const ClipTokenizer> tokenizer,
+                   ClipTokenizer::Load(absl::StrCat(base, "/tokenizer", number)));
+  if (tokenizer->vocabulary_size() > config.vocabulary) {
+    return Unsupported(absl::StrCat("tokenizer", number, " has ", tokenizer->vocabulary_size(), " tokens, ",
+                                    component.name, " knows ", config.vocabulary));
+  }
+  auto model = std::make_shared<const ClipTextModel>(config);
+  component.layout = model->layout();
+  component.patch_target = g ? ClipGTarget(component.layout) : ClipLTarget(component.layout);
+  parts.encoders.push_back({component.name, std::move(model), std::move(tokenizer)});
+  return component;
+}
+
+absl::StatusOr<Component> DescribeVaeOf(const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base,
+                                        SdParts& parts) {
+  std::shared_ptr<const WeightFiles> files = checkpoint;
+  if (checkpoint == nullptr || !Has(*checkpoint, kFirstOfVae)) {
+    ASSIGN_OR_RETURN(files, WeightFiles::Open(base + "/vae"));
+  }
+  return DescribeVae(base + "/vae", std::move(files), parts.vae);
+}
+
+absl::StatusOr<std::shared_ptr<const NoiseSchedule>> ReadSchedule(
+    const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base) {
+  ASSIGN_OR_RETURN(auto schedule, NoiseSchedule::Load(base + "/scheduler/scheduler_config.json"));
+  if (checkpoint == nullptr || !Has(*checkpoint, "v_pred")) return schedule;
+  // Trainers leave empty tensors of these names behind.
+  NoiseScheduleConfig config = schedule->config();
+  config.prediction = Prediction::kVelocity;
+  if (Has(*checkpoint, "ztsnr")) {
+    config.zero_terminal_snr = true;
+    config.spacing = TimestepSpacing::kTrailing;
+  }
+  return NoiseSchedule::Create(config);
+}
+
+// The parts come from different files: they must fit each other.
+absl::Status CheckFit(const SdParts& parts) {
+  const UNetConfig& unet = parts.unet->config();
+  int64_t text = 0;
+  for (const SdEncoder& encoder : parts.encoders) text += encoder.model->config().dim;
+  if (text != unet.context_dim) {
+    return Unsupported(
+        absl::StrCat("text encoders give ", text, " channels, the UNet takes ", unet.context_dim));
+  }
+  const int64_t latent = parts.vae->config().latent_channels;
+  if (unet.out_channels != latent || (unet.in_channels != latent && unet.in_channels != 2 * latent + 1)) {
+    return Unsupported(absl::StrCat("the VAE has ", latent, " latent channels, the UNet gives ", unet.out_channels));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+const std::string& BaseFolder(const ModelFiles& files) {
+  return files.file.empty() ? files.folder : files.base_folder;
+}
+
+SdKind DetectSdKind(const ModelFiles& files) {
+  if (!files.file.empty()) {
+    const auto weights = WeightFiles::Open(files.file);
+    if (!weights.ok()) return SdKind::kNone;
+    const UNetFileLayout layout = DetectUNetFileLayout(**weights);
+    if (!layout.known) return SdKind::kNone;
+    return layout.added_embedding && layout.context_dim != kSd2ContextDim ? SdKind::kSdxl : SdKind::kSd15;
+  }
+  const std::string name = PipelineClass(files.folder);
+  if (absl::StartsWith(name, kXl)) return SdKind::kSdxl;
+  return absl::StartsWith(name, kSd) && !absl::StartsWith(name, kSd3) ? SdKind::kSd15 : SdKind::kNone;
+}
+
+absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind) {
+  std::shared_ptr<const WeightFiles> checkpoint;
+  if (!files.file.empty()) {
+    ASSIGN_OR_RETURN(checkpoint, WeightFiles::Open(files.file));
+    if (Has(*checkpoint, kSd2Encoder) || DetectUNetFileLayout(*checkpoint).context_dim == kSd2ContextDim) {
+      return Unsupported("Stable Diffusion 2 is not supported; SD 1.5 and SDXL are");
+    }
+  }
+  const std::string& base = BaseFolder(files);
+  if (base.empty()) {
+    return Unsupported(absl::StrCat(files.name, " is a checkpoint in one file and needs a base model that lends it "
+                                                "tokenizers, settings and a noise schedule"));
+  }
+  RETURN_IF_ERROR(CheckTask(PipelineClass(base)));
+
+  SdParts parts;
+  ASSIGN_OR_RETURN(Component unet, DescribeUNet(checkpoint, base, kind, parts));
+  for (const bool g : {false, true}) {
+    // The refiner has no first one.
+    if (!fs::exists(absl::StrCat(base, "/text_encoder", g ? "_2" : "", "/config.json")) &&
+        (kind == SdKind::kSdxl ? !g : g)) {
+      continue;
+    }
+    ASSIGN_OR_RETURN(Component encoder, DescribeClip(checkpoint, base, g, parts));
+    parts.components.push_back(std::move(encoder));
+  }
+  ASSIGN_OR_RETURN(Component vae, DescribeVaeOf(checkpoint, base, parts));
+  parts.components.push_back(std::move(unet));
+  parts.components.push_back(std::move(vae));
+  ASSIGN_OR_RETURN(parts.schedule, ReadSchedule(checkpoint, base));
+  RETURN_IF_ERROR(CheckFit(parts));
+  parts.variant = parts.unet->config().in_channels == parts.unet->config().out_channels ? "base" : "inpaint";
+  parts.defaults.sampler = UsualSampler(base);
+  return parts;
+}
+
+std::string UsualSampler(const std::string& folder) {
+  auto json = JsonConfig::Load(folder + "/scheduler/scheduler_config.json");
+  const std::string name = json.ok() ? json->String("_class_name", "") : "";
+  for (const auto& [scheduler, sampler] : {std::pair<absl::string_view, const char*>{"PNDMScheduler", "pndm"},
+                                           {"EulerAncestralDiscreteScheduler", "euler_a"},
+                                           {"DDIMScheduler", "ddim"},
+                                           {"DDPMScheduler", "ddpm"},
+                                           {"DPMSolverMultistepScheduler", "dpmpp_2m"},
+                                           {"DPMSolverSinglestepScheduler", "dpmpp_2s"},
+                                           {"UniPCMultistepScheduler", "unipc"},
+                                           {"HeunDiscreteScheduler", "heun"},
+                                           {"LMSDiscreteScheduler", "lms"},
+                                           {"DEISMultistepScheduler", "deis"},
+                                           {"LCMScheduler", "lcm"},
+                                           {"TCDScheduler", "tcd"}}) {
+    if (name == scheduler) return sampler;
+  }
+  return "euler";
+}
+
+}  // namespace latentd

@@ -1,0 +1,341 @@
+#include "families/sd/sd_pipeline.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "ATen/ATen.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "cache/error.h"
+#include "families/request_checks.h"
+#include "families/sd/sd_denoiser.h"
+#include "families/sd/sd_masks.h"
+
+namespace latentd {
+namespace {
+
+constexpr char kPooled[] = "pooled", kNegative[] = "neg.";
+
+absl::Status Missing() { return absl::InternalError("a prompt was not encoded"); }
+
+// The sampler's word for a share of the schedule is the request's for an init image.
+absl::Status InRequestTerms(const absl::Status& status) {
+  const ErrorDetails details = GetErrorDetails(status);
+  const auto field = details.find("field");
+  if (field == details.end() || field->second != "params.strength") return status;
+  return FieldError("params.init_image.strength", status.message());
+}
+
+}  // namespace
+
+bool SdPipeline::Guided(const GenerateParams& params) {
+  const auto guides = [](double scale) { return scale > 1; };
+  if (params.guidance_list.empty()) return guides(*params.guidance);
+  return std::any_of(params.guidance_list.begin(), params.guidance_list.end(), guides);
+}
+
+bool SdPipeline::EncodesNegative(const GenerateParams& params) const {
+  return Guided(params) && (params.negative_prompt || !parts_.zeros_without_negative);
+}
+
+std::vector<int64_t> SdPipeline::LatentShape(const GenerateParams& params) const {
+  const int64_t scale = parts_.vae->config().scale();
+  return {1, parts_.vae->config().latent_channels, *params.height / scale, *params.width / scale};
+}
+
+// -------------------------------------------------------------------------------------------- validation
+
+absl::Status SdPipeline::Validate(GenerateParams& params) const {
+  const ModelDefaults& defaults = parts_.defaults;
+  RETURN_IF_ERROR(CheckKnownFields(params, KnownFields(), family()));
+  RETURN_IF_ERROR(CheckPrompt("params.prompt", params.prompt));
+  if (params.negative_prompt) RETURN_IF_ERROR(CheckPrompt("params.negative_prompt", *params.negative_prompt));
+  if (params.prompt_2) RETURN_IF_ERROR(CheckPrompt("params.prompt_2", *params.prompt_2));
+  if (params.negative_prompt_2) RETURN_IF_ERROR(CheckPrompt("params.negative_prompt_2", *params.negative_prompt_2));
+  if (params.true_cfg_scale) {
+    return FieldError("params.true_cfg_scale",
+                      absl::StrCat("is not known to ", family(),
+                                   " models: classifier-free guidance is params.guidance here"));
+  }
+  if (params.shift) return FieldError("params.shift", absl::StrCat("is not known to ", family(), " models"));
+  if (params.max_sequence_length) {
+    return FieldError("params.max_sequence_length",
+                      absl::StrCat("is not known to ", family(), " models: their text encoders read 77 tokens at a "
+                                   "time"));
+  }
+
+  if (!params.width) params.width = defaults.width;
+  if (!params.height) params.height = defaults.height;
+  RETURN_IF_ERROR(CheckSize(params, parts_.vae->config().scale()));
+  if (!params.steps) params.steps = defaults.steps;
+  RETURN_IF_ERROR(CheckRange("params.steps", static_cast<double>(*params.steps), 1, kMaxSteps));
+  if (!params.guidance) params.guidance = defaults.guidance;
+  RETURN_IF_ERROR(CheckRange("params.guidance", *params.guidance, 0, kMaxGuidance));
+  RETURN_IF_ERROR(CheckRange("params.guidance_list", static_cast<double>(params.guidance_list.size()), 0, kMaxSteps));
+  for (double scale : params.guidance_list) RETURN_IF_ERROR(CheckRange("params.guidance_list", scale, 0, kMaxGuidance));
+  RETURN_IF_ERROR(CheckRange("params.guidance_rescale", params.guidance_rescale.value_or(0), 0, 1));
+  int64_t layers = kMaxSteps;
+  for (const SdEncoder& encoder : parts_.encoders) layers = std::min(layers, encoder.model->config().layers);
+  RETURN_IF_ERROR(CheckRange("params.clip_skip", static_cast<double>(params.clip_skip.value_or(0)), 0,
+                             static_cast<double>(layers - 1 - usual_skip())));
+  RETURN_IF_ERROR(FillSeeds(params));
+  if (!params.sampler) params.sampler = defaults.sampler;
+  RETURN_IF_ERROR(ValidatePictures(params));
+  RETURN_IF_ERROR(ValidateOwn(params));
+  return NewSampler(params, nullptr).status();
+}
+
+absl::Status SdPipeline::ValidatePictures(GenerateParams& params) const {
+  if (!params.strength) params.strength = parts_.defaults.strength;
+  RETURN_IF_ERROR(CheckShare("params.init_image.strength", *params.strength));
+  const std::vector<int64_t> shape = LatentShape(params);
+  const auto count = static_cast<int64_t>(params.seeds.size());
+  auto fits = [&](const at::Tensor& t, bool one) {
+    return t.dim() == 4 && (t.size(0) == count || (one && t.size(0) == 1)) &&
+           t.sizes().slice(1) == at::IntArrayRef(shape).slice(1) && t.scalar_type() == at::kFloat && t.is_cpu();
+  };
+  if (params.init_image.defined()) RETURN_IF_ERROR(CheckPicture("params.init_image", params.init_image));
+  if (params.init_latents.defined()) {
+    if (params.init_image.defined()) return FieldError("params.init_latents", "cannot be given with an init image");
+    if (!fits(params.init_latents, /*one=*/true)) {
+      return FieldError("params.init_latents",
+                        absl::StrCat("must be fp32 of the shape [1 or ", count, ", ", shape[1], ", ", shape[2], ", ",
+                                     shape[3], "]"));
+    }
+  }
+  if (params.mask_image.defined()) {
+    RETURN_IF_ERROR(CheckPicture("params.mask_image", params.mask_image));
+    if (!params.init_image.defined()) return FieldError("params.mask_image", "needs an init image to keep parts of");
+    if (takes_mask() && params.gradient_mask.value_or(false)) {
+      return FieldError("params.gradient_mask", "is not known to inpainting models, which read a mask of two values");
+    }
+  } else if (takes_mask()) {
+    return FieldError("params.mask_image", "is missing: this model was trained to repaint a part of an init image");
+  } else if (params.gradient_mask) {
+    return FieldError("params.gradient_mask", "needs a mask");
+  }
+  if (params.denoising_start && !params.init_latents.defined() && !params.init_image.defined()) {
+    return FieldError("params.denoising_start", "needs the latents of another model's run, or an init image");
+  }
+  if (params.noise.defined() && !fits(params.noise, /*one=*/false)) {
+    return FieldError("params.noise", "has another shape");
+  }
+  return absl::OkStatus();
+}
+
+SamplerOptions SdPipeline::OptionsOf(const GenerateParams& params) const {
+  SamplerOptions options;
+  options.steps = *params.steps;
+  options.ays = ays_table();
+  if (params.init_image.defined() || params.init_latents.defined()) options.strength = *params.strength;
+  options.denoising_start = params.denoising_start;
+  options.denoising_end = params.denoising_end;
+  options.eta = params.eta;
+  return options;
+}
+
+absl::StatusOr<std::unique_ptr<Sampler>> SdPipeline::NewSampler(const GenerateParams& params,
+                                                                std::shared_ptr<NoiseSource> noise) const {
+  SamplerOptions options = OptionsOf(params);
+  options.noise = std::move(noise);
+  if (params.schedule) {
+    ASSIGN_OR_RETURN(options.schedule, ParseSigmaSchedule(*params.schedule, "params.schedule"));
+  }
+  auto sampler = MakeSampler(*params.sampler, parts_.schedule, options);
+  if (!sampler.ok()) return InRequestTerms(sampler.status());
+  return sampler;
+}
+
+// --------------------------------------------------------------------------------------------------- text
+
+std::vector<std::string> SdPipeline::EncoderComponents(const GenerateParams& params) const {
+  std::vector<std::string> names;
+  for (const SdEncoder& encoder : parts_.encoders) names.push_back(encoder.component);
+  return names;
+}
+
+absl::Status SdPipeline::Encode(const std::string& component, const WeightView& weights,
+                                const GenerateParams& params, Conditioning& conditioning) const {
+  c10::InferenceMode inference;
+  const auto encoder = std::find_if(parts_.encoders.begin(), parts_.encoders.end(),
+                                    [&](const SdEncoder& e) { return e.component == component; });
+  if (encoder == parts_.encoders.end()) return absl::InternalError(absl::StrCat(component, " is no text encoder"));
+  const bool second = encoder != parts_.encoders.begin();
+  auto encode = [&](const std::string& text, const char* prefix, int64_t skip) {
+    const std::vector<int64_t> ids = encoder->tokenizer->Encode(text, encoder->model->config().positions);
+    const ClipTextModel::Output output = (*encoder->model)(weights, ids, Tap(*encoder, skip));
+    conditioning[absl::StrCat(prefix, component)] = ToHost(output.hidden);
+    if (output.pooled.defined()) conditioning[absl::StrCat(prefix, kPooled)] = ToHost(output.pooled);
+  };
+  encode(second ? params.prompt_2.value_or(params.prompt) : params.prompt, "", params.clip_skip.value_or(0));
+  if (EncodesNegative(params)) {
+    const std::string negative = params.negative_prompt.value_or("");
+    encode(second ? params.negative_prompt_2.value_or(negative) : negative, kNegative, 0);
+  }
+  return absl::OkStatus();
+}
+
+std::string SdPipeline::EncodeKey(const std::string& component, const GenerateParams& params) const {
+  const bool second = component != parts_.encoders.front().component;
+  // Texts may hold anything: their lengths keep them apart.
+  auto text = [](const std::string& t) { return absl::StrCat(t.size(), ":", t); };
+  std::string key = text(second ? params.prompt_2.value_or(params.prompt) : params.prompt);
+  absl::StrAppend(&key, "|", params.clip_skip.value_or(0));
+  if (EncodesNegative(params)) {
+    const std::string negative = params.negative_prompt.value_or("");
+    absl::StrAppend(&key, "|", text(second ? params.negative_prompt_2.value_or(negative) : negative));
+  }
+  return key;
+}
+
+int64_t SdPipeline::ConditioningBytes(const std::string& component, const GenerateParams& params) const {
+  int64_t floats = 0;
+  for (const SdEncoder& encoder : parts_.encoders) {
+    const ClipTextConfig& c = encoder.model->config();
+    if (encoder.component == component) floats = c.positions * c.dim + std::max(c.dim, c.projection);
+  }
+  return (EncodesNegative(params) ? 2 : 1) * floats * int64_t{sizeof(float)};
+}
+
+absl::StatusOr<SdPrompts> SdPipeline::PromptsOf(const GenerateParams& params, Conditioning& conditioning) const {
+  SdPrompts prompts;
+  std::vector<at::Tensor> rows;
+  const bool guided = Guided(params);
+  for (const char* prefix : {kNegative, ""}) {
+    const bool negative = *prefix != 0;
+    if (negative && !guided) continue;
+    std::vector<at::Tensor> side_by_side;
+    for (const SdEncoder& encoder : parts_.encoders) {
+      const bool zeros = negative && !EncodesNegative(params);
+      const at::Tensor hidden = conditioning[absl::StrCat(zeros ? "" : prefix, encoder.component)];
+      if (!hidden.defined()) return Missing();
+      side_by_side.push_back(zeros ? at::zeros_like(hidden) : hidden);
+    }
+    rows.push_back(at::cat(side_by_side, -1));
+  }
+  prompts.context = at::cat(rows);
+  RETURN_IF_ERROR(AddToPrompts(params, conditioning, guided ? 2 : 1, prompts));
+  return prompts;
+}
+
+// ----------------------------------------------------------------------------------------------- pictures
+
+absl::StatusOr<at::Tensor> SdPipeline::EncodeImage(const WeightView& weights, const GenerateParams& params,
+                                                   const PhaseOptions& options) const {
+  c10::InferenceMode inference;
+  const AutoencoderKl& vae = *parts_.vae;
+  const at::Tensor input =
+      PictureToInput(weights, ResizePicture(params.init_image, *params.width, *params.height));
+  const SdDraws draws = DrawsOf(params, takes_mask());
+  AutoencoderKl::Posterior image, masked;
+  if (draws.image) image = EncodePicture(vae, weights, input, options.tile);
+  if (draws.masked && takes_mask()) {
+    const at::Tensor kept = PixelMask(params, /*binary=*/true).lt(0.5).to(weights.device(), input.scalar_type());
+    masked = EncodePicture(vae, weights, input * kept, options.tile);
+  }
+  const std::vector<int64_t> shape = LatentShape(params);
+  std::vector<at::Tensor> samples;
+  for (uint64_t seed : params.seeds) {
+    NoiseSource source(seed);
+    at::Tensor sample = draws.image ? vae.ToModel(image.Sample(source.Draw(shape))) : at::zeros(shape);
+    if (draws.masked && takes_mask()) {
+      if (draws.noise) source.Draw(shape);
+      sample = at::cat({sample, vae.ToModel(masked.Sample(source.Draw(shape)))}, 1);
+    }
+    samples.push_back(sample);
+  }
+  return at::cat(samples);
+}
+
+absl::StatusOr<std::unique_ptr<Denoiser>> SdPipeline::Begin(const GenerateParams& params, Conditioning conditioning,
+                                                            at::Tensor init_latents) const {
+  c10::InferenceMode inference;
+  const std::vector<int64_t> shape = LatentShape(params);
+  const int64_t channels = shape[1];
+  const SdDraws draws = DrawsOf(params, takes_mask());
+  if (params.init_latents.defined()) init_latents = params.init_latents;
+  const bool from_picture = init_latents.defined();
+  SdMask mask;
+  if (params.mask_image.defined()) {
+    mask.gradient = params.gradient_mask.value_or(false);
+    mask.mask = LatentMask(PixelMask(params, /*binary=*/!mask.gradient), parts_.vae->config().scale());
+  }
+
+  std::vector<SdPicture> pictures;
+  for (size_t i = 0; i < params.seeds.size(); ++i) {
+    const auto n = static_cast<int64_t>(i);
+    auto source = std::make_shared<NoiseSource>(params.seeds[i]);
+    at::Tensor noise = params.noise.defined() ? params.noise.narrow(0, n, 1) : at::Tensor();
+    if (draws.image) source->Draw(shape);
+    if (draws.noise && !noise.defined()) noise = source->Draw(shape);
+    if (draws.masked) source->Draw(shape);
+    at::Tensor init;
+    if (from_picture) {
+      init = init_latents.size(0) == 1 ? init_latents : init_latents.narrow(0, n, 1);
+      if (init.size(2) != shape[2] || init.size(3) != shape[3] || init.size(1) < channels) {
+        return absl::InternalError("init latents have another shape");
+      }
+    }
+    SdPicture picture;
+    ASSIGN_OR_RETURN(picture.sampler, NewSampler(params, std::move(source)));
+    const at::Tensor original = from_picture ? init.narrow(1, 0, channels) : at::Tensor();
+    if (StartsFromNoise(params)) {
+      picture.x = noise * picture.sampler->initial_noise_scale();
+    } else {
+      picture.x = params.denoising_start ? original.clone() : picture.sampler->AddNoise(original, noise);
+    }
+    if (mask.mask.defined()) {
+      if (takes_mask()) {
+        picture.more = at::cat({mask.mask, init.narrow(1, channels, channels)}, 1);
+      } else {
+        picture.original = original;
+        picture.noise = noise;
+      }
+    }
+    pictures.push_back(std::move(picture));
+  }
+  ASSIGN_OR_RETURN(SdPrompts prompts, PromptsOf(params, conditioning));
+  SdPredictor predictor(parts_.unet, std::move(prompts), params.guidance_rescale.value_or(0));
+  std::vector<double> guidance =
+      params.guidance_list.empty() ? std::vector<double>{*params.guidance} : params.guidance_list;
+  return MakeSdDenoiser(std::move(predictor), std::move(pictures), std::move(mask), std::move(guidance));
+}
+
+absl::StatusOr<at::Tensor> SdPipeline::Decode(const WeightView& weights, const at::Tensor& latents,
+                                              const PhaseOptions& options) const {
+  c10::InferenceMode inference;
+  return DecodePicture(*parts_.vae, weights, latents, options.tile);
+}
+
+int64_t SdPipeline::SmallerTile(const GenerateParams& params, int64_t tile) const {
+  return SmallerVaeTile(*parts_.vae, *params.width, *params.height, tile);
+}
+
+at::Tensor SdPipeline::Preview(const at::Tensor& latents) const {
+  c10::InferenceMode inference;
+  return parts_.preview.Render(latents);
+}
+
+int64_t SdPipeline::WorkingBytes(const std::string& component, const GenerateParams& params,
+                                 const PhaseOptions& options) const {
+  const std::vector<int64_t> shape = LatentShape(params);
+  const auto pictures = static_cast<int64_t>(params.seeds.size());
+  const int64_t latent_bytes = shape[1] * shape[2] * shape[3] * pictures * int64_t{sizeof(float)};
+  if (component == "vae") {
+    // With a mask, two pictures' latents.
+    return 2 * latent_bytes + std::max(parts_.vae->EncodeBytes(*params.width, *params.height, options.tile),
+                                       parts_.vae->DecodeBytes(*params.width, *params.height, options.tile));
+  }
+  if (component == "unet") {
+    // Latents before and after a step, what a mask adds to them, and what samplers remember.
+    constexpr int64_t kTensorsOfLatents = 12;
+    return kTensorsOfLatents * latent_bytes +
+           parts_.unet->WorkingBytes(parts_.encoders.front().model->config().positions, shape[2], shape[3]);
+  }
+  for (const SdEncoder& encoder : parts_.encoders) {
+    if (encoder.component == component) return encoder.model->WorkingBytes();
+  }
+  return 0;
+}
+
+}  // namespace latentd

@@ -1,0 +1,118 @@
+// Stable Diffusion, from a prompt to a picture: what SD 1.5 and SDXL have in common. Numerics are those of
+// diffusers' text-to-image, image-to-image and inpainting pipelines.
+//
+// Whatever type a file stores, everything is computed in fp32; so the VAE of SDXL, which overflows in fp16, gives
+// finite pictures from a file in fp16.
+//
+// Immutable; any thread. Denoisers share the network with the pipeline that made them and may outlive it.
+#ifndef LATENTD_FAMILIES_SD_SD_PIPELINE_H_
+#define LATENTD_FAMILIES_SD_SD_PIPELINE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "families/family.h"
+#include "families/sampling/noise_schedule.h"
+#include "families/sampling/sampler.h"
+#include "families/sd/sd_predictor.h"
+#include "families/sd/unet.h"
+#include "families/text/clip_text_model.h"
+#include "families/text/clip_tokenizer.h"
+#include "families/vae/autoencoder_kl.h"
+#include "families/vae/picture_codec.h"
+
+namespace latentd {
+
+struct SdEncoder {
+  std::string component;  // "text_encoder", "text_encoder_2"
+  std::shared_ptr<const ClipTextModel> model;
+  std::shared_ptr<const ClipTokenizer> tokenizer;
+};
+
+// Everything that a model is made of, described; filled in by OpenSdModel.
+struct SdParts {
+  std::string variant;  // "base", "inpaint", "refiner", …
+  ModelDefaults defaults;
+  std::vector<Component> components;
+  std::shared_ptr<const UNet2DCondition> unet;
+  std::vector<SdEncoder> encoders;  // their hidden states stand side by side in this order
+  std::shared_ptr<const AutoencoderKl> vae;
+  std::shared_ptr<const NoiseSchedule> schedule;
+  LatentPreview preview;
+  bool zeros_without_negative = false;  // no negative prompt is a conditioning of zeros, not an empty text
+};
+
+class SdPipeline : public Pipeline {
+ public:
+  explicit SdPipeline(SdParts parts) : parts_(std::move(parts)) {}
+
+  absl::string_view variant() const override { return parts_.variant; }
+  const std::vector<Component>& components() const override { return parts_.components; }
+  const ModelDefaults& defaults() const override { return parts_.defaults; }
+
+  absl::Status Validate(GenerateParams& params) const override;
+
+  std::vector<std::string> EncoderComponents(const GenerateParams& params) const override;
+  absl::Status Encode(const std::string& component, const WeightView& weights, const GenerateParams& params,
+                      Conditioning& conditioning) const override;
+  std::string EncodeKey(const std::string& component, const GenerateParams& params) const override;
+  int64_t ConditioningBytes(const std::string& component, const GenerateParams& params) const override;
+
+  // [N, C, h, w] samples of the init image, one per seed; with a mask and a network that takes it [N, 2·C, h, w],
+  // followed by those of what the mask leaves.
+  std::string image_encoder_component() const override { return "vae"; }
+  absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params,
+                                         const PhaseOptions& options) const override;
+
+  std::string denoiser_component() const override { return "unet"; }
+  absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params, Conditioning conditioning,
+                                                  at::Tensor init_latents) const override;
+
+  std::string decoder_component() const override { return "vae"; }
+  absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
+                                    const PhaseOptions& options) const override;
+  int64_t SmallerTile(const GenerateParams& params, int64_t tile) const override;
+  at::Tensor Preview(const at::Tensor& latents) const override;
+  int64_t WorkingBytes(const std::string& component, const GenerateParams& params,
+                       const PhaseOptions& options) const override;
+
+  const SdParts& parts() const { return parts_; }
+
+ protected:
+  // Fields beside those that every family knows.
+  virtual absl::Span<const absl::string_view> KnownFields() const = 0;
+  virtual absl::Status ValidateOwn(GenerateParams& params) const = 0;
+  // The hidden states that are read, `skip` layers before where they usually are.
+  virtual ClipTap Tap(const SdEncoder& encoder, int64_t skip) const = 0;
+  // Layers that the tap leaves out without a skip.
+  virtual int64_t usual_skip() const = 0;
+  virtual AysTable ays_table() const = 0;
+  // Pooled text and numbers about the picture, for models that take them. `rows`: see SdPrompts.
+  virtual absl::Status AddToPrompts(const GenerateParams& params, Conditioning& conditioning, int64_t rows,
+                                    SdPrompts& prompts) const = 0;
+
+  // One prompt, or an unwanted one beside it.
+  static bool Guided(const GenerateParams& params);
+
+  SdParts parts_;
+
+ private:
+  bool takes_mask() const { return parts_.unet->config().in_channels > parts_.unet->config().out_channels; }
+  std::vector<int64_t> LatentShape(const GenerateParams& params) const;  // of one picture, [1, C, h, w]
+  bool EncodesNegative(const GenerateParams& params) const;
+  absl::Status ValidatePictures(GenerateParams& params) const;
+  SamplerOptions OptionsOf(const GenerateParams& params) const;
+  absl::StatusOr<std::unique_ptr<Sampler>> NewSampler(const GenerateParams& params,
+                                                      std::shared_ptr<NoiseSource> noise) const;
+  absl::StatusOr<SdPrompts> PromptsOf(const GenerateParams& params, Conditioning& conditioning) const;
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_FAMILIES_SD_SD_PIPELINE_H_

@@ -1,0 +1,32 @@
+// SD 1.5: the last hidden state of CLIP-L, and nothing else beside the picture.
+//
+// Immutable; any thread.
+#ifndef LATENTD_FAMILIES_SD15_SD15_PIPELINE_H_
+#define LATENTD_FAMILIES_SD15_SD15_PIPELINE_H_
+
+#include "families/sd/sd_pipeline.h"
+
+namespace latentd {
+
+class Sd15Pipeline : public SdPipeline {
+ public:
+  using SdPipeline::SdPipeline;
+  absl::string_view family() const override { return "sd15"; }
+
+ protected:
+  absl::Span<const absl::string_view> KnownFields() const override;
+  absl::Status ValidateOwn(GenerateParams&) const override { return absl::OkStatus(); }
+  // The final norm is applied to whichever layer is read.
+  ClipTap Tap(const SdEncoder&, int64_t skip) const override {
+    return {.skip = skip, .final_norm = true, .pooled = false};
+  }
+  int64_t usual_skip() const override { return 0; }
+  AysTable ays_table() const override { return AysTable::kSd15; }
+  absl::Status AddToPrompts(const GenerateParams&, Conditioning&, int64_t, SdPrompts&) const override {
+    return absl::OkStatus();
+  }
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_FAMILIES_SD15_SD15_PIPELINE_H_

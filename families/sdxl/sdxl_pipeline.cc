@@ -1,0 +1,88 @@
+#include "families/sdxl/sdxl_pipeline.h"
+
+#include "ATen/ATen.h"
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "families/request_checks.h"
+
+namespace latentd {
+namespace {
+
+constexpr absl::string_view kFields[] = {
+    "params.prompt_2",         "params.negative_prompt_2", "params.prompt_syntax",   "params.clip_skip",
+    "params.schedule",         "params.eta",               "params.guidance_rescale", "params.guidance_list",
+    "params.denoising_start",  "params.denoising_end",     "params.mask_image",      "params.gradient_mask",
+    "params.init_latents",     "params.original_size",     "params.target_size",     "params.crop",
+    "params.aesthetic_score",  "params.negative_aesthetic_score"};
+
+constexpr double kScore = 6, kNegativeScore = 2.5, kMaxScore = 100;
+constexpr double kMaxExtent = 1 << 16;
+constexpr int64_t kNumbersWithScore = 5;
+
+absl::Status CheckExtent(absl::string_view field, const std::optional<PixelSize>& size) {
+  if (!size) return absl::OkStatus();
+  if (absl::Status status = CheckRange(field, static_cast<double>(size->width), 1, kMaxExtent); !status.ok()) {
+    return status;
+  }
+  return CheckRange(field, static_cast<double>(size->height), 1, kMaxExtent);
+}
+
+}  // namespace
+
+absl::Span<const absl::string_view> SdxlPipeline::KnownFields() const { return kFields; }
+
+bool SdxlPipeline::takes_score() const {
+  return parts_.unet->config().time_ids(parts_.encoders.back().model->config().projection) == kNumbersWithScore;
+}
+
+absl::Status SdxlPipeline::ValidateOwn(GenerateParams& params) const {
+  RETURN_IF_ERROR(CheckExtent("params.original_size", params.original_size));
+  RETURN_IF_ERROR(CheckExtent("params.target_size", params.target_size));
+  const PixelPoint crop = params.crop.value_or(PixelPoint());
+  RETURN_IF_ERROR(CheckRange("params.crop", static_cast<double>(crop.left), 0, kMaxExtent));
+  RETURN_IF_ERROR(CheckRange("params.crop", static_cast<double>(crop.top), 0, kMaxExtent));
+  if (!takes_score()) {
+    for (const auto& [field, score] : {std::pair{"params.aesthetic_score", params.aesthetic_score},
+                                       {"params.negative_aesthetic_score", params.negative_aesthetic_score}}) {
+      if (score) return FieldError(field, "is known to the refiner alone");
+    }
+    return absl::OkStatus();
+  }
+  if (params.target_size) return FieldError("params.target_size", "is not known to the refiner");
+  if (parts_.encoders.size() < 2 && params.prompt_2) {
+    return FieldError("params.prompt_2", "has no text encoder to read it: the refiner has one, for params.prompt");
+  }
+  RETURN_IF_ERROR(CheckRange("params.aesthetic_score", params.aesthetic_score.value_or(kScore), 0, kMaxScore));
+  return CheckRange("params.negative_aesthetic_score", params.negative_aesthetic_score.value_or(kNegativeScore), 0,
+                    kMaxScore);
+}
+
+absl::Status SdxlPipeline::AddToPrompts(const GenerateParams& params, Conditioning& conditioning, int64_t rows,
+                                        SdPrompts& prompts) const {
+  const PixelSize own{*params.width, *params.height};
+  const PixelSize original = params.original_size.value_or(own), target = params.target_size.value_or(own);
+  const PixelPoint crop = params.crop.value_or(PixelPoint());
+  const at::Tensor wanted = conditioning["pooled"];
+  at::Tensor unwanted = conditioning["neg.pooled"];
+  if (!wanted.defined()) return absl::InternalError("a pooled prompt was not encoded");
+  if (!unwanted.defined()) unwanted = at::zeros_like(wanted);
+  std::vector<at::Tensor> pooled, numbers;
+  for (int64_t row = 0; row < rows; ++row) {
+    const bool negative = rows == 2 && row == 0;
+    pooled.push_back(negative ? unwanted : wanted);
+    std::vector<double> ids = {static_cast<double>(original.height), static_cast<double>(original.width),
+                               static_cast<double>(crop.top), static_cast<double>(crop.left)};
+    if (takes_score()) {
+      ids.push_back(negative ? params.negative_aesthetic_score.value_or(kNegativeScore)
+                             : params.aesthetic_score.value_or(kScore));
+    } else {
+      ids.insert(ids.end(), {static_cast<double>(target.height), static_cast<double>(target.width)});
+    }
+    numbers.push_back(at::tensor(ids, at::kFloat).unsqueeze(0));
+  }
+  prompts.pooled = at::cat(pooled);
+  prompts.time_ids = at::cat(numbers);
+  return absl::OkStatus();
+}
+
+}  // namespace latentd
