@@ -60,6 +60,7 @@ def main() -> None:
     import samplers
     import sd_cases
     import sd_models
+    import sd_runs
 
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
@@ -69,6 +70,7 @@ def main() -> None:
     loras.write_all(args.out, demo)
     layers.write_all(args.out)
     sd_cases.write_all(args.out)
+    sd_runs.write_all(args.out)
     samplers.write_all(args.out)
     file.write_text(wanted)
 

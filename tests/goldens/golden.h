@@ -33,6 +33,7 @@ class Golden {
   bool Has(const std::string& name) const { return files_->tensors().count(name) != 0; }
   std::string Text(const std::string& name) const;
   std::vector<int64_t> Ints(const std::string& name) const;
+  bool HasSetting(const std::string& key) const { return files_->metadata().count(key) != 0; }
   std::string Setting(const std::string& key) const;
   int64_t Int(const std::string& key) const { return std::stoll(Setting(key)); }
   double Double(const std::string& key) const { return std::stod(Setting(key)); }
