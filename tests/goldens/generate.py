@@ -59,6 +59,7 @@ def main() -> None:
     import models
     import samplers
     import sd_cases
+    import sd_loras
     import sd_models
     import sd_runs
 
@@ -71,6 +72,7 @@ def main() -> None:
     layers.write_all(args.out)
     sd_cases.write_all(args.out)
     sd_runs.write_all(args.out)
+    sd_loras.write_all(args.out)
     samplers.write_all(args.out)
     file.write_text(wanted)
 

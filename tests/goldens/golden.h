@@ -11,6 +11,7 @@
 #include "ATen/core/Tensor.h"
 #include "cache/weight_files.h"
 #include "families/family.h"
+#include "patcher/layer_patcher.h"
 #include "patcher/overlay.h"
 
 namespace latentd {
@@ -64,6 +65,8 @@ struct RunResult {
 };
 // By component; those without one have no patches.
 using Overlays = std::map<std::string, std::shared_ptr<const Overlay>>;
+// Of one LoRA file, for all components.
+Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double weight, PatchMode mode);
 // A whole generation, phase by phase, as the server runs it.
 RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays = {});
 

@@ -83,8 +83,9 @@ GenerateParams Params(const Golden& golden) {
   return params;
 }
 
-void CheckRun(const std::string& name, const Golden& golden, const Pipeline& pipeline) {
-  const RunResult result = Generate(pipeline, Params(golden));
+void CheckRun(const std::string& name, const Golden& golden, const Pipeline& pipeline,
+              const Overlays& overlays = {}) {
+  const RunResult result = Generate(pipeline, Params(golden), overlays);
   for (const auto& [key, tensor] : result.conditioning) {
     EXPECT_TRUE(tensor.is_cpu() && tensor.is_contiguous()) << key;
   }
@@ -150,6 +151,22 @@ INSTANTIATE_TEST_SUITE_P(All, SdCheckpointGolden,
                                          Single{"tiny-sdxl-inpaint", "tiny-sdxl", "sdxl-concat"},
                                          Single{"tiny-refiner", "tiny-refiner", "refiner-image"}),
                          [](const auto& info) { return "Case" + std::to_string(info.index); });
+
+TEST(SdLoraGolden, EveryNamingIsThatOfPeftMergedAndBeside) {
+  for (const char* name : {"sd15-lora", "sdxl-lora"}) {
+    const Golden golden(name);
+    const auto pipeline = OpenModel(Folder(golden.Setting("model")));
+    const at::Tensor without = Generate(*pipeline, Params(golden)).latents.back();
+    EXPECT_GT(RelativeError(without, golden[absl::StrCat("latents.0.", golden.Int("ran"))]), 0.01);
+    for (const char* naming : {"kohya", "kohya-ldm", "diffusers"}) {
+      const std::string path = GoldenPath(absl::StrCat("loras/", name, "-", naming, ".safetensors"));
+      for (PatchMode mode : {PatchMode::kDirect, PatchMode::kAuto}) {
+        CheckRun(absl::StrCat(name, " ", naming, mode == PatchMode::kDirect ? " merged" : " beside"), golden,
+                 *pipeline, ApplyLora(*pipeline, path, 0.8, mode));
+      }
+    }
+  }
+}
 
 TEST(SdBatch, APictureDoesNotDependOnItsBatch) {
   for (const char* name : {"sd15-text", "sd15-image", "sd15-blend", "sd15-concat", "sdxl-text"}) {

@@ -66,13 +66,15 @@ def step_ends(sampler: str, index: int, count: int) -> bool:
 def run(out: Path, name: str, model: str, *, width: int, height: int, steps: int, seeds: list[int],
         prompt: str = "a photo of a red house, \u00e9t\u00e9", negative: str | None = None, guidance: float = 7.5,
         sampler: str = "euler", schedule: str = "", init: np.ndarray | None = None, mask: np.ndarray | None = None,
-        latents: list[torch.Tensor] | None = None, strength: float | None = None, latent: bool = False,
+        latents: list[torch.Tensor] | None = None, strength: float | None = None, patch=None,
         **more) -> list[torch.Tensor]:
     folder = out / model
     task = "mask" if mask is not None else "image" if init is not None or latents is not None else "text"
     tensors, finished, count = {"prompt": text(prompt)}, [], 0
     for i, seed in enumerate(seeds):
         pipe = load(folder, task, sampler, schedule)
+        if patch is not None:
+            patch(pipe)
         seen = []
 
         def after(_, index, t, values):
