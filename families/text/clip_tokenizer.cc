@@ -5,6 +5,7 @@
 #include <queue>
 #include <tuple>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
@@ -150,6 +151,8 @@ absl::Status ClipTokenizer::SetVocabulary(const std::vector<std::pair<std::strin
     vocabulary_[token] = static_cast<int32_t>(id);
     vocabulary_size_ = std::max(vocabulary_size_, id + 1);
   }
+  word_ends_.resize(static_cast<size_t>(vocabulary_size_));
+  for (const auto& [token, id] : pairs) word_ends_[static_cast<size_t>(id)] = absl::EndsWith(token, kWordEnd);
   int32_t rank = 0;
   for (const auto& [left, right] : merges) {
     const auto a = vocabulary_.find(left), b = vocabulary_.find(right), ab = vocabulary_.find(left + right);
@@ -161,8 +164,23 @@ absl::Status ClipTokenizer::SetVocabulary(const std::vector<std::pair<std::strin
   return absl::OkStatus();
 }
 
+bool ClipTokenizer::IsOneOf(int64_t id, absl::string_view characters) const {
+  return std::any_of(characters.begin(), characters.end(),
+                     [&](char c) { return last_byte_ids_[static_cast<uint8_t>(c)] == id; });
+}
+
 std::vector<int64_t> ClipTokenizer::Encode(absl::string_view text, int64_t length) const {
-  std::vector<int64_t> ids = {bos_};
+  std::vector<int64_t> ids = Tokenize(text);
+  const auto limit = static_cast<size_t>(length);
+  ids.insert(ids.begin(), bos_);
+  if (ids.size() > limit - 1) ids.resize(limit - 1);
+  ids.push_back(eos_);
+  ids.resize(limit, pad_);
+  return ids;
+}
+
+std::vector<int64_t> ClipTokenizer::Tokenize(absl::string_view text) const {
+  std::vector<int64_t> ids;
   const std::string valid = ValidUtf8(text);
   for (const TextPiece& piece : SplitAtTokens(valid, specials_)) {
     if (piece.special >= 0) {
@@ -174,10 +192,6 @@ std::vector<int64_t> ClipTokenizer::Encode(absl::string_view text, int64_t lengt
       for (absl::string_view part : BytePattern().FindAll(word)) EncodeWord(part, ids);
     }
   }
-  const auto limit = static_cast<size_t>(length);
-  if (ids.size() > limit - 1) ids.resize(limit - 1);
-  ids.push_back(eos_);
-  ids.resize(limit, pad_);
   return ids;
 }
 

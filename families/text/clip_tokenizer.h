@@ -27,6 +27,16 @@ class ClipTokenizer {
   // Ids of `text` between the begin and end tokens, cut to and padded to `length`. REQUIRES: length >= 2.
   std::vector<int64_t> Encode(absl::string_view text, int64_t length) const;
 
+  // Ids of `text` alone, as many as there are.
+  std::vector<int64_t> Tokenize(absl::string_view text) const;
+
+  int64_t begin_id() const { return bos_; }
+  int64_t end_id() const { return eos_; }
+  int64_t pad_id() const { return pad_; }
+  // Whether a token ends a word, and whether it is one of `characters` (ASCII) as a word by itself.
+  bool EndsWord(int64_t id) const { return word_ends_[static_cast<size_t>(id)]; }
+  bool IsOneOf(int64_t id, absl::string_view characters) const;
+
   int64_t vocabulary_size() const { return vocabulary_size_; }
   // Tokens that the model was trained for; 77 where the config does not say.
   int64_t model_max_length() const { return model_max_length_; }
@@ -47,6 +57,7 @@ class ClipTokenizer {
 
   absl::flat_hash_map<std::string, int32_t> vocabulary_;
   absl::flat_hash_map<IdPair, Merge> merges_;
+  std::vector<bool> word_ends_;               // by id
   std::array<int32_t, 256> byte_ids_{};       // of a byte inside a word
   std::array<int32_t, 256> last_byte_ids_{};  // of a byte that ends a word
   std::vector<std::string> specials_;         // begin, end, pad, unknown; without repeats

@@ -28,7 +28,7 @@ def stamp(demo: Path | None) -> str:
             if file.is_file():
                 digest.update(f"{file.relative_to(demo.parents[1])} {file.stat().st_size}".encode())
                 digest.update(file.read_bytes())
-    packages = ("torch", "diffusers", "transformers", "tokenizers", "sentencepiece", "peft", "pillow", "scipy")
+    packages = ("torch", "diffusers", "transformers", "tokenizers", "sentencepiece", "peft", "pillow", "scipy", "compel", "pyparsing")
     return "\n".join([digest.hexdigest(), *(f"{p} {version(p)}" for p in packages)])
 
 
@@ -57,6 +57,7 @@ def main() -> None:
     import layers
     import loras
     import models
+    import prompts
     import samplers
     import sd_cases
     import sd_loras
@@ -70,6 +71,7 @@ def main() -> None:
     cases.write_all(args.out, demo)
     loras.write_all(args.out, demo)
     layers.write_all(args.out)
+    prompts.write_all(args.out)
     sd_cases.write_all(args.out)
     sd_runs.write_all(args.out)
     sd_loras.write_all(args.out)

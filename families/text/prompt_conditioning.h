@@ -1,0 +1,45 @@
+// Weighted, blended and concatenated prompts as embeddings of a CLIP text encoder. Numbers are those of
+// compel.
+//
+// A weight moves a token's embedding away from the empty prompt's by that factor. A fragment with a weight
+// below 1 is also blended with the prompt that the encoder sees without it: half and half at 0.5, gone at 0.
+//
+// Knows no encoder: the caller passes one. Pure but for that; any thread that may call it.
+#ifndef LATENTD_FAMILIES_TEXT_PROMPT_CONDITIONING_H_
+#define LATENTD_FAMILIES_TEXT_PROMPT_CONDITIONING_H_
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "families/text/clip_tokenizer.h"
+#include "families/text/prompt.h"
+#include "families/text/prompt_windows.h"
+
+namespace latentd {
+
+// Hidden states [1, tokens, dim] of one window of ids. `mask` has a 0 for every token that none may attend
+// to, and is empty when all are seen.
+using EncodeWindow = std::function<absl::StatusOr<at::Tensor>(const std::vector<int64_t>& ids,
+                                                              const std::vector<int64_t>& mask)>;
+
+// Embeddings [1, windows·tokens, dim] of a prompt, on the device and in the type of what `encode` gives.
+// Errors: those of `encode` and of MakePromptWindows.
+absl::StatusOr<at::Tensor> EncodePrompt(const ClipTokenizer& tokenizer, const ParsedPrompt& prompt,
+                                        LongPrompts mode, const EncodeWindow& encode,
+                                        absl::string_view field);
+
+// Brings embeddings of a prompt and its negative to one length, by windows of the empty prompt, for encoders
+// that are called with both. `empty` is EncodePrompt's of an empty prompt.
+void PadToSameLength(std::vector<at::Tensor>& embeddings, const at::Tensor& empty);
+
+// The ids that pooled embeddings (SDXL) are made of: those of the text as it was written, syntax and all, in
+// one window. Weights have no part in it, as in compel.
+std::vector<int64_t> PooledPromptIds(const ClipTokenizer& tokenizer, absl::string_view prompt);
+
+}  // namespace latentd
+
+#endif  // LATENTD_FAMILIES_TEXT_PROMPT_CONDITIONING_H_
