@@ -70,8 +70,10 @@ absl::Status SdxlPipeline::AddToPrompts(const GenerateParams& params, Conditioni
   for (int64_t row = 0; row < rows; ++row) {
     const bool negative = rows == 2 && row == 0;
     pooled.push_back(negative ? unwanted : wanted);
+    // diffusers' refiner takes the unwanted one as not cut.
+    const PixelPoint cut = negative && takes_score() ? PixelPoint() : crop;
     std::vector<double> ids = {static_cast<double>(original.height), static_cast<double>(original.width),
-                               static_cast<double>(crop.top), static_cast<double>(crop.left)};
+                               static_cast<double>(cut.top), static_cast<double>(cut.left)};
     if (takes_score()) {
       ids.push_back(negative ? params.negative_aesthetic_score.value_or(kNegativeScore)
                              : params.aesthetic_score.value_or(kScore));

@@ -61,7 +61,9 @@ def main() -> None:
     import prompts
     import samplers
     import sd_cases
+    import sd_loras
     import sd_models
+    import sd_runs
 
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
@@ -73,6 +75,8 @@ def main() -> None:
     layers.write_all(args.out)
     prompts.write_all(args.out)
     sd_cases.write_all(args.out)
+    sd_runs.write_all(args.out)
+    sd_loras.write_all(args.out)
     samplers.write_all(args.out)
     file.write_text(wanted)
 

@@ -94,6 +94,23 @@ std::unique_ptr<Pipeline> OpenModel(const ModelFiles& files) {
   Die("no family knows " + files.name);
 }
 
+Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double weight, PatchMode mode) {
+  const LoadContext context([] { return false; }, [](int64_t, int64_t) {});
+  const auto patch = OrDie(ModelPatch::Load(OrDie(WeightFiles::Open(path), path), context), path);
+  Overlays overlays;
+  for (const Component& component : pipeline.components()) {
+    if (!component.patch_target) continue;
+    std::vector<PatchSpec> specs;
+    specs.emplace_back();
+    specs.back().name = path;
+    specs.back().patch = patch;
+    specs.back().weight = weight;
+    overlays[component.name] =
+        OrDie(LayerPatcher::Apply(*Load(component), *component.patch_target, std::move(specs), {.mode = mode}), path);
+  }
+  return overlays;
+}
+
 RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays) {
   auto check = [](const absl::Status& status) {
     if (!status.ok()) Die(status.ToString());

@@ -11,6 +11,7 @@
 #include "ATen/core/Tensor.h"
 #include "cache/weight_files.h"
 #include "families/family.h"
+#include "patcher/layer_patcher.h"
 #include "patcher/overlay.h"
 
 namespace latentd {
@@ -33,6 +34,7 @@ class Golden {
   bool Has(const std::string& name) const { return files_->tensors().count(name) != 0; }
   std::string Text(const std::string& name) const;
   std::vector<int64_t> Ints(const std::string& name) const;
+  bool HasSetting(const std::string& key) const { return files_->metadata().count(key) != 0; }
   std::string Setting(const std::string& key) const;
   int64_t Int(const std::string& key) const { return std::stoll(Setting(key)); }
   double Double(const std::string& key) const { return std::stod(Setting(key)); }
@@ -63,6 +65,8 @@ struct RunResult {
 };
 // By component; those without one have no patches.
 using Overlays = std::map<std::string, std::shared_ptr<const Overlay>>;
+// Of one LoRA file, for all components.
+Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double weight, PatchMode mode);
 // A whole generation, phase by phase, as the server runs it.
 RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays = {});
 

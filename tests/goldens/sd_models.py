@@ -63,40 +63,42 @@ def vae(seed: int, scaling: float, **changes) -> AutoencoderKL:
 # --- names of checkpoints in one file ----------------------------------------
 # Written from the layout of CompVis', Stability's and OpenCLIP's code, independently of the C++ tables.
 
-def ldm_unet(model: UNet2DConditionModel) -> dict[str, torch.Tensor]:
+def ldm_names(model: UNet2DConditionModel) -> dict[str, str]:
+    """diffusers module → its name in CompVis' layout."""
     per_level = model.config.layers_per_block + 1
-    s, out = model.state_dict(), {}
+    modules = {name.rsplit(".", 1)[0] for name in model.state_dict()}
     inside = {"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
               "conv2": "out_layers.3", "conv_shortcut": "skip_connection"}
-    top = {"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
-           "add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2",
-           "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"}
-
-    def block(side: str, level: int, kind: str, index: int, rest: str) -> str:
-        if side == "mid":
-            return f"middle_block.{1 if kind == 'attentions' else 2 * index}"
-        first = 1 if side == "down" else 0
-        where = ("input_blocks" if side == "down" else "output_blocks") + f".{first + per_level * level + index}"
-        return f"{where}.{1 if kind == 'attentions' else 0}"
-
-    for name, value in s.items():
-        module, suffix = name.rsplit(".", 1)
-        if module in top:
-            new = top[module]
-        elif match := re.match(r"(down|up)_blocks\.(\d+)\.(down|up)samplers\.0\.conv", module):
+    names = {"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
+             "add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2",
+             "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"}
+    for module in modules - set(names):
+        if match := re.match(r"(down|up)_blocks\.(\d+)\.(down|up)samplers\.0\.conv", module):
             level = int(match[2])
             if match[1] == "down":
-                new = f"input_blocks.{per_level * (level + 1)}.0.op"
+                names[module] = f"input_blocks.{per_level * (level + 1)}.0.op"
             else:
-                attention = any(key.startswith(f"up_blocks.{level}.attentions") for key in s)
-                new = f"output_blocks.{per_level * level + per_level - 1}.{2 if attention else 1}.conv"
+                attention = any(other.startswith(f"up_blocks.{level}.attentions") for other in modules)
+                last = per_level * level + per_level - 1
+                names[module] = f"output_blocks.{last}.{2 if attention else 1}.conv"
+            continue
+        match = re.match(r"(?:(down|up)_blocks\.(\d+)|(mid)_block)\.(resnets|attentions)\.(\d+)\.(.*)", module)
+        side, level, index, attention = match[1], int(match[2] or 0), int(match[5]), match[4] == "attentions"
+        if side is None:
+            block = f"middle_block.{1 if attention else 2 * index}"
         else:
-            match = re.match(r"(?:(down|up)_blocks\.(\d+)|(mid)_block)\.(resnets|attentions)\.(\d+)\.(.*)", module)
-            side, level = match[1] or match[3], int(match[2] or 0)
-            rest = inside[match[6]] if match[4] == "resnets" else match[6]
-            new = f"{block(side, level, match[4], int(match[5]), rest)}.{rest}"
-        assert f"{new}.{suffix}" not in out
-        out[f"{new}.{suffix}"] = value.contiguous()
+            first, where = (1, "input_blocks") if side == "down" else (0, "output_blocks")
+            block = f"{where}.{first + per_level * level + index}.{1 if attention else 0}"
+        names[module] = f"{block}.{match[6] if attention else inside[match[6]]}"
+    assert len(set(names.values())) == len(names)
+    return names
+
+
+def ldm_unet(model: UNet2DConditionModel) -> dict[str, torch.Tensor]:
+    names, out = ldm_names(model), {}
+    for name, value in model.state_dict().items():
+        module, suffix = name.rsplit(".", 1)
+        out[f"{names[module]}.{suffix}"] = value.contiguous()
     return out
 
 
