@@ -29,13 +29,18 @@ at::Tensor ScaledUp(const Contribution& c, const LowRank& layer) {
   return Matrix(RowsOf(layer.up, c.part)) * (c.weight * layer.scale);
 }
 
+// What a weight is stored as once patches are in it: 8-bit floats would round them away.
+at::ScalarType MergedType(const at::Tensor& weight) {
+  return at::isFloat8Type(weight.scalar_type()) ? at::kBFloat16 : weight.scalar_type();
+}
+
 // Numbers that are merged at a time: in fp32, they and their factors stay in a processor's own cache.
 constexpr int64_t kMergedAtATime = 1 << 17;
 
 // Plain low-rank layers as wide as the weight, and nothing else.
-bool OnlyLowRank(const at::Tensor& weight, const std::vector<Contribution>& shares) {
-  return absl::c_all_of(shares, [&](const Contribution& c) {
-    return !c.bias && c.layer->low_rank() != nullptr && c.layer->extent().columns == Columns(weight);
+bool OnlyLowRank(const Weight& weight, const std::vector<Contribution>& shares) {
+  return HasDirectPath(weight.form) && absl::c_all_of(shares, [&](const Contribution& c) {
+    return !c.bias && c.layer->low_rank() != nullptr && c.layer->extent().columns == Columns(weight.data);
   });
 }
 
@@ -87,11 +92,11 @@ class Deltas {
     at::Tensor base;
     if (c.layer->depends_on_base()) {
       if (c.parts->size() == 1 && !c.part.swap_halves) {
-        base = base_[c.part.weight].data.to(at::kFloat);
+        base = base_[c.part.weight].To(at::kFloat);
       } else {
         base = at::empty(shape, at::kFloat);
         for (const LayerPart& part : *c.parts) {
-          const at::Tensor& stored = base_[part.weight].data;
+          const at::Tensor stored = base_[part.weight].To(at::kFloat);
           base.narrow(0, part.row_begin, part.rows).copy_(part.swap_halves ? SwapHalves(stored) : stored);
         }
       }
@@ -214,11 +219,13 @@ absl::StatusOr<Contributions> Collect(const PatchTarget& target, const std::vect
   return by_slot;
 }
 
-SplitContributions Split(const ComponentLayout& layout, Contributions contributions, bool all_direct) {
+SplitContributions Split(const ComponentLayout& layout, Contributions contributions, bool all_direct,
+                         const std::function<StorageForm(Slot)>& form) {
   SplitContributions split;
   for (auto& [index, shares] : contributions) {
     const std::vector<int64_t>& shape = layout[Slot{index}].shape;
-    const bool beside = !all_direct && shape.size() == 2 && absl::c_all_of(shares, [&](const Contribution& c) {
+    const bool may_merge = all_direct && HasDirectPath(form(Slot{index}));
+    const bool beside = !may_merge && shape.size() == 2 && absl::c_all_of(shares, [&](const Contribution& c) {
       return !c.bias && c.layer->low_rank() != nullptr && ColumnsWith(*c.layer, shape) == shape[1];
     });
     (beside ? split.beside : split.direct).emplace(index, std::move(shares));
@@ -231,7 +238,7 @@ int64_t MergedBytes(const WeightSet& base, const Contributions& contributions) {
   for (const auto& [index, shares] : contributions) {
     const at::Tensor& weight = base[Slot{index}].data;
     const int64_t columns = shares.front().bias ? 1 : ColumnsOf(weight.sizes(), shares);
-    bytes += weight.size(0) * columns * static_cast<int64_t>(weight.element_size());
+    bytes += weight.size(0) * columns * static_cast<int64_t>(c10::elementSize(MergedType(weight)));
   }
   return bytes;
 }
@@ -247,11 +254,12 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
       return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while patches were merged");
     }
     const Weight& weight = base[Slot{index}];
-    if (OnlyLowRank(weight.data, shares)) {
-      merged[static_cast<size_t>(index)] = {MergeLowRank(weight.data, shares), weight.form};
+    if (OnlyLowRank(weight, shares)) {
+      merged[static_cast<size_t>(index)] = {MergeLowRank(weight.data, shares)};
       continue;
     }
-    at::Tensor sum = weight.data.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+    at::Tensor sum = weight.To(at::kFloat);
+    if (sum.is_alias_of(weight.data)) sum = sum.clone();
     if (sum.dim() == 2) sum = at::constant_pad_nd(sum, {0, ColumnsOf(sum.sizes(), shares) - sum.size(1)});
     at::Tensor matrix = sum.view({sum.size(0), -1});
     for (const Contribution& c : shares) {  // what is set, before what is added
@@ -271,7 +279,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
         matrix.narrow(1, 0, rows.size(1)).add_(rows, c.weight);
       }
     }
-    merged[static_cast<size_t>(index)] = {sum.to(weight.data.scalar_type()), weight.form};
+    merged[static_cast<size_t>(index)] = {sum.to(MergedType(weight.data))};
   }
   RETURN_IF_ERROR(base.Check());
   return std::make_shared<const WeightSet>(base, std::move(merged));

@@ -59,9 +59,10 @@ int64_t ColumnsWith(const PatchLayer& layer, at::IntArrayRef shape);
 // Which patches meet in which tensor. Specs of weight 0 do nothing. Errors: LORA_MISMATCH.
 absl::StatusOr<Contributions> Collect(const PatchTarget& target, const std::vector<PatchSpec>& specs);
 
-// Unless `all_direct`, tensors that meet nothing but plain low-rank layers of their own size are beside:
-// decided by the kinds of layers alone.
-SplitContributions Split(const ComponentLayout& layout, Contributions contributions, bool all_direct);
+// Tensors that meet nothing but plain low-rank layers of their own size are beside, unless `all_direct` and their form
+// has a direct path: decided by the kinds of layers and the form alone. `form` says how a tensor is stored.
+SplitContributions Split(const ComponentLayout& layout, Contributions contributions, bool all_direct,
+                         const std::function<StorageForm(Slot)>& form);
 
 // Bytes of the tensors that Merge makes.
 int64_t MergedBytes(const WeightSet& base, const Contributions& contributions);

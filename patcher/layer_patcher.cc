@@ -101,12 +101,13 @@ ModelKey LayerPatcher::MergedKey(const ModelKey& component, std::vector<PatchSpe
 }
 
 absl::StatusOr<LayerPatcher::OverlaySize> LayerPatcher::OverlayBytes(const ComponentLayout& layout,
-                                                                     double bytes_per_number,
+                                                                     double bytes_per_number, StorageForm form,
                                                                      const PatchTarget& target,
                                                                      const std::vector<PatchSpec>& specs,
                                                                      const ApplyOptions& options) {
   ASSIGN_OR_RETURN(Contributions contributions, Collect(target, specs));
-  const auto [direct, beside] = Split(layout, std::move(contributions), options.mode == PatchMode::kDirect);
+  const auto [direct, beside] = Split(layout, std::move(contributions), options.mode == PatchMode::kDirect,
+                                      [&](Slot) { return form; });
   double bytes = 0;
   for (const auto& [index, shares] : direct) {
     double numbers = 1;
@@ -198,7 +199,8 @@ absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightS
   ASSIGN_OR_RETURN(Contributions contributions, Collect(target, specs));
   if (contributions.empty()) return nullptr;
   const auto [direct, beside] =
-      Split(weights.layout(), std::move(contributions), options.mode == PatchMode::kDirect);
+      Split(weights.layout(), std::move(contributions), options.mode == PatchMode::kDirect,
+            [&](Slot slot) { return weights[slot].form; });
 
   auto overlay = std::make_shared<Overlay>();
   int64_t uncached_bytes = 0;

@@ -29,6 +29,8 @@ struct Contribution;
 using Contributions = std::map<int32_t, std::vector<Contribution>>;
 
 // How a patch meets its weight.
+// Weights in a form without a direct path (8-bit floats) have what can be computed beside them there in all modes, and
+// are merged into bf16 where it cannot.
 //   direct   added to a copy of the weight: all deltas of a tensor summed in fp32, rounded once
 //   sidecar  computed beside it at each call
 //   auto     per tensor, from the weight's storage form and the kinds of layers alone: tensors that meet
@@ -91,13 +93,13 @@ class LayerPatcher {
                                                               const ApplyOptions& options,
                                                               std::vector<PatchReport>* reports = nullptr);
 
-  // What Apply would take, without doing it, where `bytes_per_number` is that of the component's weights.
+  // What Apply would take, without doing it, where `bytes_per_number` and `form` are those of the component's weights.
   struct OverlaySize {
     int64_t merged = 0;  // bytes of merged weights
     int64_t beside = 0;  // bytes of what is computed beside them
   };
   static absl::StatusOr<OverlaySize> OverlayBytes(const ComponentLayout& layout, double bytes_per_number,
-                                                  const PatchTarget& target,
+                                                  StorageForm form, const PatchTarget& target,
                                                   const std::vector<PatchSpec>& specs,
                                                   const ApplyOptions& options);
   // The record that merged weights of `specs` are; `partly` when other tensors have patches beside them.

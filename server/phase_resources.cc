@@ -107,7 +107,8 @@ absl::StatusOr<std::vector<PatchSpec>> PhaseResources::Specs() {
     spec.handle = lora.handle.Share();
     spec.patch = std::static_pointer_cast<const ModelPatch>(spec.handle.resource());
     // Merging is done in host memory; what is computed beside the weights has to be where they are.
-    const bool beside = Applies(lora) && setup_.patch_mode != PatchMode::kDirect;
+    const bool beside = Applies(lora) &&
+                        (setup_.patch_mode != PatchMode::kDirect || !handle_.As<WeightSet>().is_plain());
     if (beside && !setup_.device->uses_host_memory()) {
       ASSIGN_OR_RETURN(spec.residency,
                        setup_.core->cache->LockOnDevice(spec.handle, *setup_.device,
@@ -138,7 +139,8 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
   std::vector<PatchReport> counted = *reports;  // an attempt that fails counts nothing, a repeated one once
   ASSIGN_OR_RETURN(std::vector<PatchSpec> specs, Specs());
   const auto& host = handle_.As<WeightSet>();
-  const bool beside = setup_.patch_mode != PatchMode::kDirect;
+  // Merged weights may be larger than those they stand for where these are not plain: no room in a ring.
+  const bool beside = setup_.patch_mode != PatchMode::kDirect || !host.is_plain();
   auto apply = [&](std::vector<bool> resident) -> absl::Status {
     if (specs.empty()) return absl::OkStatus();
     ASSIGN_OR_RETURN(overlay_, LayerPatcher::Apply(host, *component_.patch_target, std::move(specs),

@@ -245,6 +245,9 @@ double BytesPerNumber(const Component& component) {
          static_cast<double>(std::max<int64_t>(component.layout->parameter_count(), 1));
 }
 
+// Most of its numbers, at least.
+bool StoredAsFloat8(const Component& component) { return BytesPerNumber(component) < 1.5; }
+
 // What a component's weights will be on a device, from its description: shapes, and the file's bytes per
 // number.
 std::vector<ResourceBlock> DescribeBlocks(const Component& component) {
@@ -436,7 +439,7 @@ class Planner {
     v1::PlanResponse::Phase unused;
     int64_t ring = 0, none = 0;
     std::vector<std::string> copies;
-    if (mode_ != PatchMode::kDirect) {
+    if (mode_ != PatchMode::kDirect || StoredAsFloat8(component)) {
       for (const LoraChoice& lora : loras_) {
         if (!Reaches(lora, component.name)) continue;
         copies.push_back(lora.request.key.ToString());
@@ -493,10 +496,11 @@ class Planner {
     }
     if (specs.empty() && unread_bytes == 0) return overlay;
     const double bytes_per_number = BytesPerNumber(component);
-    const bool direct = mode_ == PatchMode::kDirect;
+    const bool direct = mode_ == PatchMode::kDirect && !StoredAsFloat8(component);
     const bool all_read = unread_bytes == 0;
     // A file that was not read yet is taken for plain low-rank layers.
-    const auto size = LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, *component.patch_target,
+    const StorageForm form = StoredAsFloat8(component) ? StorageForm::kFloat8 : StorageForm::kPlain;
+    const auto size = LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, form, *component.patch_target,
                                                  specs, {.mode = mode_})
                           .value_or(LayerPatcher::OverlaySize{});
     overlay.record_bytes = size.merged;

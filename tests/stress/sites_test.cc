@@ -5,6 +5,7 @@
 // The patches here are files of one low-rank layer each, made for the first matrix of the component.
 #include <unistd.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
@@ -31,9 +32,22 @@ constexpr Site kSites[] = {
     {"FluxClip", kDemoModel, "text_encoder"},
     {"FluxT5", kDemoModel, "text_encoder_2"},
     {"FluxTransformer", kDemoModel, "transformer"},
+    {"Sd15Clip", "tiny-sd15", "text_encoder"},
+    {"Sd15Unet", "tiny-sd15", "unet"},
+    {"SdxlClipL", "tiny-sdxl", "text_encoder"},
+    {"SdxlClipG", "tiny-sdxl", "text_encoder_2"},
+    {"SdxlUnet", "tiny-sdxl", "unet"},
 };
 
 void PrintTo(const Site& site, std::ostream* out) { *out << site.name; }
+
+// The demo's models, and the tiny ones that the golden tests are made with.
+Config ServerConfig() {
+  Config config = InProcessServer::DefaultConfig();
+  const char* goldens = std::getenv("LATENTD_GOLDENS");
+  config.model_roots.push_back(goldens == nullptr ? "build/goldens" : goldens);
+  return config;
+}
 
 // A safetensors file of fp32 tensors.
 void WriteFile(const fs::path& path, const std::map<std::string, at::Tensor>& tensors) {
@@ -69,7 +83,7 @@ class SiteTest : public testing::TestWithParam<Site> {
   }
 
   Config ConfigFor() const {
-    Config config = InProcessServer::DefaultConfig();
+    Config config = ServerConfig();
     config.lora_roots = {root_.string()};
     return config;
   }
@@ -126,6 +140,13 @@ class SiteTest : public testing::TestWithParam<Site> {
                               .on_adapted = [](v1::JobEvent::Adapted) {}});
   }
 
+  InProcessServer::Session Open(const std::vector<v1::LoraRef>& loras) {
+    return server_->Open(loras, v1::PATCH_MODE_UNSPECIFIED, GetParam().model);
+  }
+  Outcome Draw(const std::vector<v1::LoraRef>& loras = {}, v1::PatchMode mode = v1::PATCH_MODE_UNSPECIFIED) {
+    return server_->Generate(SmallJob(), loras, mode, GetParam().model);
+  }
+
   // Locks on LoRAs, and how many LoRAs are in memory.
   std::pair<int64_t, int64_t> LoraLocks() const {
     int64_t locks = 0, records = 0;
@@ -169,21 +190,21 @@ TEST_P(SiteTest, PinsAreHeldThroughTheRegionAndNoLonger) {
 }
 
 TEST_P(SiteTest, EverySiteChangesThePictureAndLeavesNoTrace) {
-  const std::string plain = server_->Generate(SmallJob()).sha256.at(0);
+  const std::string plain = Draw().sha256.at(0);
   for (const v1::PatchMode mode : {v1::PATCH_MODE_DIRECT, v1::PATCH_MODE_SIDECAR}) {
-    const Outcome outcome = server_->Generate(SmallJob(), {Lora("here")}, mode);
+    const Outcome outcome = Draw({Lora("here")}, mode);
     ASSERT_TRUE(outcome.status.ok()) << outcome.status;
     EXPECT_NE(outcome.sha256.at(0), plain);
     const v1::LoraReport& report = outcome.done.loras(0);
     EXPECT_EQ(report.matched().at(GetParam().component), 1);
     EXPECT_EQ(report.direct_tensors() + report.sidecar_tensors(), 1);
     EXPECT_EQ(server_->WhatIsNotAtRest(), "");
-    EXPECT_EQ(server_->Generate(SmallJob()).sha256.at(0), plain);
+    EXPECT_EQ(Draw().sha256.at(0), plain);
   }
 }
 
 TEST_P(SiteTest, AnErrorInTheBodyReleasesAll) {
-  auto session = server_->Open({Lora("here"), Lora("also")});
+  auto session = Open({Lora("here"), Lora("also")});
   ASSERT_TRUE(session.opened().ok());
   ASSERT_TRUE(session.Denoise(SmallJob()).status.ok());
   v1::GenerateParams wrong = SmallJob();
@@ -199,10 +220,10 @@ TEST_P(SiteTest, AnErrorInTheBodyReleasesAll) {
 // Of two LoRAs the second cannot be loaded, or fits nothing: the first is let go.
 TEST_P(SiteTest, AnErrorInALaterLoadReleasesAll) {
   for (const char* second : {"broken", "wide", "absent"}) {
-    auto session = server_->Open({Lora("here"), Lora(second)});
+    auto session = Open({Lora("here"), Lora(second)});
     EXPECT_FALSE(session.opened().ok()) << second;
     EXPECT_EQ(LoraLocks().first, 0);
-    auto open = server_->Open({Lora("here")});
+    auto open = Open({Lora("here")});
     ASSERT_TRUE(open.opened().ok());
     EXPECT_FALSE(open.SetLoras({Lora("also"), Lora(second)}).ok());
     EXPECT_EQ(LoraLocks().first, 1);  // the old set stays
@@ -242,7 +263,7 @@ INSTANTIATE_TEST_SUITE_P(All, SiteTest, testing::ValuesIn(kSites),
 TEST(Sites, EveryComponentThatTakesPatchesHasARow) {
   std::set<std::pair<std::string, std::string>> rows, models;
   for (const Site& site : kSites) rows.insert({site.model, site.component});
-  InProcessServer server(InProcessServer::DefaultConfig());
+  InProcessServer server(ServerConfig());
   std::set<std::string> names;
   for (const Site& site : kSites) names.insert(site.model);
   for (const std::string& name : names) {
