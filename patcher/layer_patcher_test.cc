@@ -162,6 +162,34 @@ TEST_F(LayerPatcherTest, AnInputGrowsByWhatThePatchBrings) {
   EXPECT_EQ(report->grown, (std::map<std::string, int64_t>{{"transformer.blocks.0.weight", 2 * kIn}}));
 }
 
+// 8-bit floats would round a difference away: what can be computed beside them is, whatever was asked for.
+TEST_F(LayerPatcherTest, EightBitFloatsAreNotMergedInto) {
+  const double scale = 0.25;
+  const at::Tensor numbers = at::randn({kOut, kIn}).to(at::kFloat8_e4m3fn);
+  base = std::make_unique<WeightSet>(
+      layout, std::vector<Weight>{{numbers, StorageForm::kFloat8, scale},
+                                  {numbers, StorageForm::kFloat8, scale},
+                                  {at::ones({kOut})}});
+  const at::Tensor value = numbers.to(at::kFloat) * scale, x = at::randn({3, kIn});
+  const Tensors pair = Pair("blocks.0"), full = {{"blocks.1.diff", at::randn({kOut, kIn})}};
+  for (const PatchMode mode : {PatchMode::kDirect, PatchMode::kAuto, PatchMode::kSidecar}) {
+    Tensors both = pair;
+    both.insert(full.begin(), full.end());
+    const auto overlay = Apply(Spec(both, 0.5), mode);
+    EXPECT_NE(overlay->sidecar(first), nullptr);
+    EXPECT_EQ(overlay->merged(first), nullptr);
+    ASSERT_NE(overlay->merged(second), nullptr);
+    EXPECT_EQ(overlay->merged(second)->scalar_type(), at::kBFloat16);
+    const WeightView view(*base, overlay.get());
+    EXPECT_TRUE(at::allclose(view.Linear(first, {}, x), x.mm((value + 0.5 * Product(pair, "blocks.0")).t()), 1e-5, 1e-5));
+    const at::Tensor merged = (value + 0.5 * full.at("blocks.1.diff")).to(at::kBFloat16);
+    EXPECT_TRUE(at::equal(view(second), merged.to(at::kFloat)));
+  }
+  const WeightView view(*base, nullptr);
+  EXPECT_TRUE(at::equal(view(first), value));
+  EXPECT_TRUE(at::equal(view.Rows(first, at::tensor({4, 0, 4}, at::kLong)), value.index_select(0, at::tensor({4, 0, 4}, at::kLong))));
+}
+
 TEST_F(LayerPatcherTest, OnlyWhatMayGrowGrows) {
   for (const Tensors& file : {Pair("blocks.1", 2 * kIn),     // another weight
                               Pair("blocks.0", kIn - 1),     // narrower
