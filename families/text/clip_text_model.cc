@@ -1,6 +1,7 @@
 #include "families/text/clip_text_model.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
@@ -93,8 +94,23 @@ ClipTextModel::ClipTextModel(const ClipTextConfig& config) : config_(config) {
   layout_ = std::move(layout);
 }
 
+namespace {
+
+// What the causal mask and `mask` add to the scores, [1, 1, tokens, tokens].
+at::Tensor MaskBias(const WeightView& w, const std::vector<int64_t>& mask) {
+  const auto length = static_cast<int64_t>(mask.size());
+  const at::Tensor seen = at::tensor(mask, at::kLong).ne(0).unsqueeze(0).expand({length, length}).tril();
+  return at::zeros({1, 1, length, length}, at::kFloat)
+      .masked_fill_(seen.logical_not(), -std::numeric_limits<float>::infinity())
+      .to(w.device(), w.compute_type());
+}
+
+}  // namespace
+
 ClipTextModel::Output ClipTextModel::operator()(const WeightView& w, const std::vector<int64_t>& ids,
-                                                const ClipTap& tap) const {
+                                                const ClipTap& tap, const std::vector<int64_t>& mask) const {
+  AttentionOptions attention{.bias = {}, .causal = true};
+  if (std::find(mask.begin(), mask.end(), 0) != mask.end()) attention = {.bias = MaskBias(w, mask)};
   const auto length = static_cast<int64_t>(ids.size());
   const int64_t head_dim = config_.dim / config_.heads;
   Output output;
@@ -109,7 +125,7 @@ ClipTextModel::Output ClipTextModel::operator()(const WeightView& w, const std::
     const at::Tensor n = layer.norm1(w, x);
     const at::Tensor attended =
         Attention(SplitHeads(layer.q(w, n), head_dim), SplitHeads(layer.k(w, n), head_dim),
-                  SplitHeads(layer.v(w, n), head_dim), {.bias = {}, .causal = true});
+                  SplitHeads(layer.v(w, n), head_dim), attention);
     x = x + layer.out(w, attended);
     x = x + layer.mlp(w, layer.norm2(w, x));
   }

@@ -56,8 +56,10 @@ class ClipTextModel {
     at::Tensor hidden;  // [1, tokens, dim], as the tap says
     at::Tensor pooled;  // [1, dim or projection], of the last layer's; undefined where the tap leaves it out
   };
-  // REQUIRES: ids.size() <= positions, every id in the vocabulary, 0 <= tap.skip < layers.
-  Output operator()(const WeightView& w, const std::vector<int64_t>& ids, const ClipTap& tap = {}) const;
+  // `mask`: a 0 for every token that none may attend to; empty when all are seen. REQUIRES: ids.size() <=
+  // positions, every id in the vocabulary, 0 <= tap.skip < layers, the first token is seen.
+  Output operator()(const WeightView& w, const std::vector<int64_t>& ids, const ClipTap& tap = {},
+                    const std::vector<int64_t>& mask = {}) const;
 
   // Upper estimate of activation bytes of one call, in fp32.
   int64_t WorkingBytes() const;

@@ -49,6 +49,7 @@ GenerateParams Params(const Golden& golden) {
   params.guidance = golden.Double("guidance");
   params.sampler = golden.Setting("sampler");
   if (const std::string schedule = golden.Setting("schedule"); !schedule.empty()) params.schedule = schedule;
+  if (const std::string syntax = golden.Setting("syntax"); !syntax.empty()) params.prompt_syntax = syntax;
   auto number = [&](const char* key, std::optional<double>& value) {
     if (golden.HasSetting(key)) value = golden.Double(key);
   };
@@ -113,7 +114,7 @@ TEST_P(SdRunGolden, LatentsOfEveryStepAndPixelsAgree) {
 INSTANTIATE_TEST_SUITE_P(All, SdRunGolden,
                          testing::Values("sd15-text", "sd15-odd", "sd15-ancestral", "sd15-rescaled", "sd15-image",
                                          "sd15-image-unipc", "sd15-blend", "sd15-blend-all", "sd15-concat",
-                                         "sd15-concat-some", "sdxl-text", "sdxl-odd", "sdxl-one-pass", "sdxl-image",
+                                         "sd15-concat-some", "sd15-compel", "sdxl-compel", "sdxl-text", "sdxl-odd", "sdxl-one-pass", "sdxl-image",
                                          "sdxl-blend", "sdxl-concat", "refiner-image", "hand-over-euler-base",
                                          "hand-over-euler-refiner", "hand-over-dpmpp_2m-base",
                                          "hand-over-dpmpp_2m-refiner"),
