@@ -75,6 +75,7 @@ struct GenerateParams {
   // SDXL refiner; 6 and 2.5.
   std::optional<double> aesthetic_score, negative_aesthetic_score;
 
+  // For pictures larger than the model was trained for; absent: the whole picture at once.
   std::optional<DenoiseTiles> tiles;
 
   // Tests only: noise to use in place of the seeds', [N, C, H/8, W/8] fp32.

@@ -26,6 +26,20 @@ absl::Status InRequestTerms(const absl::Status& status) {
   return FieldError("params.init_image.strength", status.message());
 }
 
+absl::Status CheckTiles(const DenoiseTiles& tiles, int64_t scale) {
+  constexpr int64_t kSmallestTile = 4;  // latents
+  for (int64_t side : {tiles.width, tiles.height}) {
+    if (side < kSmallestTile * scale || side % scale != 0) {
+      return FieldError("params.tiles", absl::StrCat("a side must be a multiple of ", scale, " and at least ",
+                                                     kSmallestTile * scale, "; it is ", side));
+    }
+  }
+  const int64_t most = std::min(tiles.width, tiles.height) / 2;
+  if (tiles.overlap >= 0 && tiles.overlap <= most && tiles.overlap % scale == 0) return absl::OkStatus();
+  return FieldError("params.tiles", absl::StrCat("the overlap must be a multiple of ", scale, " from 0 to half of a "
+                                                 "tile's side; it is ", tiles.overlap));
+}
+
 }  // namespace
 
 bool SdPipeline::Guided(const GenerateParams& params) {
@@ -126,6 +140,7 @@ absl::Status SdPipeline::ValidatePictures(GenerateParams& params) const {
   if (params.denoising_start && !params.init_latents.defined() && !params.init_image.defined()) {
     return FieldError("params.denoising_start", "needs the latents of another model's run, or an init image");
   }
+  if (params.tiles) RETURN_IF_ERROR(CheckTiles(*params.tiles, parts_.vae->config().scale()));
   if (params.noise.defined() && !fits(params.noise, /*one=*/false)) {
     return FieldError("params.noise", "has another shape");
   }
@@ -310,6 +325,7 @@ absl::StatusOr<std::unique_ptr<Denoiser>> SdPipeline::Begin(const GenerateParams
       }
     }
     SdPicture picture;
+    picture.source = source;
     ASSIGN_OR_RETURN(picture.sampler, NewSampler(params, std::move(source)));
     const at::Tensor original = from_picture ? init.narrow(1, 0, channels) : at::Tensor();
     if (StartsFromNoise(params)) {
@@ -328,10 +344,21 @@ absl::StatusOr<std::unique_ptr<Denoiser>> SdPipeline::Begin(const GenerateParams
     pictures.push_back(std::move(picture));
   }
   ASSIGN_OR_RETURN(SdPrompts prompts, PromptsOf(params, conditioning));
-  SdPredictor predictor(parts_.unet, std::move(prompts), params.guidance_rescale.value_or(0));
-  std::vector<double> guidance =
-      params.guidance_list.empty() ? std::vector<double>{*params.guidance} : params.guidance_list;
-  return MakeSdDenoiser(std::move(predictor), std::move(pictures), std::move(mask), std::move(guidance));
+  SdRun run{.predictor = SdPredictor(parts_.unet, std::move(prompts), params.guidance_rescale.value_or(0)),
+            .pictures = std::move(pictures),
+            .mask = std::move(mask),
+            .tiles = TilesOf(params),
+            .guidance = params.guidance_list};
+  if (run.guidance.empty()) run.guidance = {*params.guidance};
+  return MakeSdDenoiser(std::move(run));
+}
+
+std::vector<SdTile> SdPipeline::TilesOf(const GenerateParams& params) const {
+  const std::vector<int64_t> shape = LatentShape(params);
+  if (!params.tiles) return LayTiles(shape[2], shape[3], shape[2], shape[3], 0);
+  const int64_t scale = parts_.vae->config().scale();
+  return LayTiles(shape[2], shape[3], params.tiles->height / scale, params.tiles->width / scale,
+                  params.tiles->overlap / scale);
 }
 
 absl::StatusOr<at::Tensor> SdPipeline::Decode(const WeightView& weights, const at::Tensor& latents,
@@ -362,8 +389,10 @@ int64_t SdPipeline::WorkingBytes(const std::string& component, const GeneratePar
   if (component == "unet") {
     // Latents before and after a step, what a mask adds to them, and what samplers remember.
     constexpr int64_t kTensorsOfLatents = 12;
-    return kTensorsOfLatents * latent_bytes +
-           parts_.unet->WorkingBytes(Tokens(params), shape[2], shape[3]);
+    const std::vector<SdTile> tiles = TilesOf(params);
+    // Neighbours overlap by half at most: four times the latents once more.
+    return (tiles.size() > 1 ? 5 : 1) * kTensorsOfLatents * latent_bytes +
+           parts_.unet->WorkingBytes(Tokens(params), tiles.front().height, tiles.front().width);
   }
   for (const SdEncoder& encoder : parts_.encoders) {
     if (encoder.component != component) continue;

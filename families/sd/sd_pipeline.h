@@ -22,6 +22,7 @@
 #include "families/sampling/sampler.h"
 #include "families/sd/sd_predictor.h"
 #include "families/sd/sd_text.h"
+#include "families/sd/sd_tiles.h"
 #include "families/sd/unet.h"
 #include "families/text/clip_text_model.h"
 #include "families/vae/autoencoder_kl.h"
@@ -109,6 +110,8 @@ class SdPipeline : public Pipeline {
   SamplerOptions OptionsOf(const GenerateParams& params) const;
   absl::StatusOr<std::unique_ptr<Sampler>> NewSampler(const GenerateParams& params,
                                                       std::shared_ptr<NoiseSource> noise) const;
+  // What the picture is denoised in: one tile, unless the request has others.
+  std::vector<SdTile> TilesOf(const GenerateParams& params) const;
   absl::StatusOr<SdPrompts> PromptsOf(const GenerateParams& params, Conditioning& conditioning) const;
 };
 

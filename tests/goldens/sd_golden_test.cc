@@ -73,6 +73,10 @@ GenerateParams Params(const Golden& golden) {
     const auto point = Numbers(golden.Setting("crops_coords_top_left"));
     params.crop = PixelPoint{.left = point[1], .top = point[0]};
   }
+  if (golden.HasSetting("tiles")) {
+    const auto tiles = Numbers(golden.Setting("tiles"));
+    params.tiles = DenoiseTiles{.width = tiles[0], .height = tiles[1], .overlap = tiles[2]};
+  }
   if (golden.Has("init_image")) params.init_image = golden["init_image"];
   if (golden.Has("mask_image")) params.mask_image = golden["mask_image"];
   std::vector<at::Tensor> latents;
@@ -117,7 +121,7 @@ INSTANTIATE_TEST_SUITE_P(All, SdRunGolden,
                                          "sd15-concat-some", "sd15-compel", "sdxl-compel", "sdxl-text", "sdxl-odd", "sdxl-one-pass", "sdxl-image",
                                          "sdxl-blend", "sdxl-concat", "refiner-image", "hand-over-euler-base",
                                          "hand-over-euler-refiner", "hand-over-dpmpp_2m-base",
-                                         "hand-over-dpmpp_2m-refiner"),
+                                         "hand-over-dpmpp_2m-refiner", "tiles-multistep", "tiles-ancestral"),
                          [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 struct Single {
@@ -180,6 +184,15 @@ TEST(SdBatch, APictureDoesNotDependOnItsBatch) {
     EXPECT_TRUE(at::equal(both.latents.back().narrow(0, 1, 1), alone.latents.back())) << name;
     EXPECT_TRUE(at::equal(both.pixels[1], alone.pixels[0])) << name;
   }
+}
+
+TEST(SdTiles, OneThatIsLargerThanThePictureIsThePicture) {
+  const Golden golden("sd15-text");
+  const auto pipeline = OpenModel(Folder("tiny-sd15"));
+  GenerateParams params = Params(golden);
+  const RunResult whole = Generate(*pipeline, params);
+  params.tiles = DenoiseTiles{.width = 1024, .height = 1024, .overlap = 32};
+  EXPECT_TRUE(at::equal(Generate(*pipeline, params).latents.back(), whole.latents.back()));
 }
 
 TEST(SdGuidanceList, HasAGuidanceForEachStepAndItsLastForTheRest) {
