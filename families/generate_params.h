@@ -49,7 +49,8 @@ struct GenerateParams {
 
   // For the second text encoder, where it should read another text.
   std::optional<std::string> prompt_2, negative_prompt_2;
-  // How weights are written in prompts; see families/text/prompt_syntax.h. "plain": not at all.
+  // How weights are written in prompts (families/text/prompt.h): "plain" (not at all, and what is longer than the
+  // encoder reads is cut off), "compel", "a1111".
   std::optional<std::string> prompt_syntax;
   // Layers of CLIP to leave out at its end, beyond those that the model leaves out. Of the wanted prompt alone, as
   // in diffusers.
@@ -77,6 +78,7 @@ struct GenerateParams {
   // SDXL refiner; 6 and 2.5.
   std::optional<double> aesthetic_score, negative_aesthetic_score;
 
+  // For pictures larger than the model was trained for; absent: the whole picture at once.
   std::optional<DenoiseTiles> tiles;
 
   // Inputs of the denoiser's first layer where a LoRA grows it, else 0; kUnknownInputs as long as the LoRAs

@@ -12,11 +12,15 @@ constexpr double kTrainSteps = 1000;
 
 class SdDenoiser : public Denoiser {
  public:
-  SdDenoiser(SdPredictor predictor, std::vector<SdPicture> pictures, SdMask mask, std::vector<double> guidance)
-      : predictor_(std::move(predictor)),
-        pictures_(std::move(pictures)),
-        mask_(std::move(mask)),
-        guidance_(std::move(guidance)) {}
+  explicit SdDenoiser(SdRun run) : run_(std::move(run)) {
+    for (const SdPicture& picture : run_.pictures) {
+      State state{picture.x, picture.source, {}};
+      for (size_t tile = 0; tile < run_.tiles.size(); ++tile) {
+        state.samplers.push_back(picture.sampler->Clone(picture.source));
+      }
+      states_.push_back(std::move(state));
+    }
+  }
 
   int64_t step_count() const override { return first().step_count(); }
   bool done() const override { return first().done(); }
@@ -26,73 +30,90 @@ class SdDenoiser : public Denoiser {
     const int64_t index = first().steps_done();
     const double sigma = first().sigma();
     if (index == 0) Prepare(w);
-    const double guidance = guidance_[std::min(static_cast<size_t>(index), guidance_.size() - 1)];
-    // All pictures before any is replaced, each by a sampler of its own: a step that fails half-way can be
+    const double guidance = run_.guidance[std::min(static_cast<size_t>(index), run_.guidance.size() - 1)];
+    // All pictures before any is replaced, with copies of samplers and sources: a step that fails half-way can be
     // repeated.
-    struct Stepped {
-      at::Tensor x;
-      std::unique_ptr<Sampler> sampler;
-    };
-    std::vector<Stepped> stepped;
-    for (const SdPicture& picture : pictures_) {
-      Stepped next{picture.x, picture.sampler->Clone()};
-      for (bool ends = false; !ends;) {
-        ends = next.sampler->ends_step();
-        const at::Tensor output = predictor_(w, next.sampler->ScaleInput(next.x), picture.more,
-                                             next.sampler->timestep(), guidance);
-        next.x = next.sampler->Step(output, next.x);
-      }
-      if (picture.original.defined()) next.x = KeepOriginal(picture, *next.sampler, next.x);
-      stepped.push_back(std::move(next));
+    std::vector<State> stepped;
+    for (size_t i = 0; i < states_.size(); ++i) {
+      stepped.push_back(Stepped(w, run_.pictures[i], states_[i], guidance));
     }
-    for (size_t i = 0; i < pictures_.size(); ++i) {
-      pictures_[i].x = std::move(stepped[i].x);
-      pictures_[i].sampler = std::move(stepped[i].sampler);
-    }
+    states_ = std::move(stepped);
     return StepReport{.index = index + 1, .count = step_count(), .sigma = sigma};
   }
 
   at::Tensor latents() const override {
     c10::InferenceMode inference;
-    return Gather([](const SdPicture& picture) { return picture.x; });
+    std::vector<at::Tensor> all;
+    for (const State& state : states_) all.push_back(state.x);
+    return at::cat(all).to(at::kCPU);
   }
 
   at::Tensor prediction() const override {
     if (!first().prediction().defined()) return latents();
     c10::InferenceMode inference;
-    return Gather([](const SdPicture& picture) { return picture.sampler->prediction(); });
-  }
-
- private:
-  const Sampler& first() const { return *pictures_.front().sampler; }
-
-  template <typename F>
-  at::Tensor Gather(const F& of) const {
     std::vector<at::Tensor> all;
-    for (const SdPicture& picture : pictures_) all.push_back(of(picture));
+    for (const State& state : states_) {
+      std::vector<at::Tensor> tiles;
+      for (const auto& sampler : state.samplers) tiles.push_back(sampler->prediction());
+      all.push_back(MergeTiles(run_.tiles, tiles, state.x.size(2), state.x.size(3)));
+    }
     return at::cat(all).to(at::kCPU);
   }
 
+ private:
+  // Of one picture between steps.
+  struct State {
+    at::Tensor x;
+    std::shared_ptr<NoiseSource> source;
+    std::vector<std::unique_ptr<Sampler>> samplers;  // by tile
+  };
+
+  const Sampler& first() const { return *states_.front().samplers.front(); }
+
   // A first step that failed does it once more, at no cost where it is done.
   void Prepare(const WeightView& w) {
-    predictor_.Prepare(w);
-    for (SdPicture& picture : pictures_) {
-      for (at::Tensor* tensor : {&picture.x, &picture.more, &picture.original, &picture.noise}) {
+    run_.predictor.Prepare(w);
+    for (State& state : states_) state.x = state.x.to(w.device());
+    for (SdPicture& picture : run_.pictures) {
+      for (at::Tensor* tensor : {&picture.more, &picture.original, &picture.noise}) {
         if (tensor->defined()) *tensor = tensor->to(w.device());
       }
     }
-    if (mask_.mask.defined()) mask_.mask = mask_.mask.to(w.device());
+    for (SdTile& tile : run_.tiles) {
+      if (tile.weight.defined()) tile.weight = tile.weight.to(w.device());
+    }
+    if (run_.mask.mask.defined()) run_.mask.mask = run_.mask.mask.to(w.device());
+  }
+
+  State Stepped(const WeightView& w, const SdPicture& picture, const State& before, double guidance) {
+    State after{{}, before.source->Clone(), {}};
+    std::vector<at::Tensor> results;
+    for (size_t i = 0; i < run_.tiles.size(); ++i) {
+      const SdTile& tile = run_.tiles[i];
+      std::unique_ptr<Sampler> sampler = before.samplers[i]->Clone(after.source);
+      at::Tensor x = tile.Of(before.x);
+      const at::Tensor more = picture.more.defined() ? tile.Of(picture.more) : at::Tensor();
+      for (bool ends = false; !ends;) {
+        ends = sampler->ends_step();
+        const at::Tensor output =
+            run_.predictor(w, sampler->ScaleInput(x), more, sampler->timestep(), guidance);
+        x = sampler->Step(output, x);
+      }
+      results.push_back(x);
+      after.samplers.push_back(std::move(sampler));
+    }
+    after.x = MergeTiles(run_.tiles, results, before.x.size(2), before.x.size(3));
+    if (picture.original.defined()) after.x = KeepOriginal(picture, *after.samplers.front(), after.x);
+    return after;
   }
 
   at::Tensor KeepOriginal(const SdPicture& picture, const Sampler& sampler, const at::Tensor& x) const {
-    const at::Tensor places = RepaintedPlaces(mask_, sampler.done() ? 0 : sampler.timestep());
+    const at::Tensor places = RepaintedPlaces(run_.mask, sampler.done() ? 0 : sampler.timestep());
     return (1 - places) * sampler.AddNoise(picture.original, picture.noise) + places * x;
   }
 
-  SdPredictor predictor_;
-  std::vector<SdPicture> pictures_;
-  SdMask mask_;
-  const std::vector<double> guidance_;
+  SdRun run_;
+  std::vector<State> states_;
 };
 
 }  // namespace
@@ -102,10 +123,6 @@ at::Tensor RepaintedPlaces(const SdMask& mask, double next_timestep) {
   return mask.mask.gt(next_timestep / kTrainSteps).to(mask.mask.scalar_type());
 }
 
-std::unique_ptr<Denoiser> MakeSdDenoiser(SdPredictor predictor, std::vector<SdPicture> pictures, SdMask mask,
-                                         std::vector<double> guidance) {
-  return std::make_unique<SdDenoiser>(std::move(predictor), std::move(pictures), std::move(mask),
-                                      std::move(guidance));
-}
+std::unique_ptr<Denoiser> MakeSdDenoiser(SdRun run) { return std::make_unique<SdDenoiser>(std::move(run)); }
 
 }  // namespace latentd

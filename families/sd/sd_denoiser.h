@@ -1,5 +1,5 @@
-// One running generation of SD 1.5 or SDXL: sampler and network, picture by picture, and what inpainting does
-// between steps.
+// One running generation of SD 1.5 or SDXL: sampler and network, picture by picture and tile by tile, and what
+// inpainting does between steps.
 #ifndef LATENTD_FAMILIES_SD_SD_DENOISER_H_
 #define LATENTD_FAMILIES_SD_SD_DENOISER_H_
 
@@ -8,15 +8,18 @@
 
 #include "ATen/core/Tensor.h"
 #include "families/family.h"
+#include "families/sampling/noise.h"
 #include "families/sampling/sampler.h"
 #include "families/sd/sd_predictor.h"
+#include "families/sd/sd_tiles.h"
 
 namespace latentd {
 
 // Latents here are [1, C, h, w] fp32, in host memory until the first step.
 struct SdPicture {
   at::Tensor x;
-  std::unique_ptr<Sampler> sampler;
+  std::shared_ptr<NoiseSource> source;  // what the sampler draws from
+  std::unique_ptr<Sampler> sampler;     // before its first step
   // Channels behind x at each evaluation, for networks that take a mask and what it leaves.
   at::Tensor more;
   // What the unpainted part is made of, for networks that do not.
@@ -30,12 +33,19 @@ struct SdMask {
   bool gradient = false;
 };
 
-// Guidance of each step; the last one stands for those that follow. Not empty.
-std::unique_ptr<Denoiser> MakeSdDenoiser(SdPredictor predictor, std::vector<SdPicture> pictures, SdMask mask,
-                                         std::vector<double> guidance);
+struct SdRun {
+  SdPredictor predictor;
+  std::vector<SdPicture> pictures;  // at least one, all of one size
+  SdMask mask;
+  // At least one. Each has a sampler of its own, since those remember; they draw from one source, in this order,
+  // and are brought together after every step.
+  std::vector<SdTile> tiles;
+  std::vector<double> guidance;  // of each step; the last one stands for those that follow. Not empty
+};
+std::unique_ptr<Denoiser> MakeSdDenoiser(SdRun run);
 
-// The places that come from the model after an evaluation; `next_timestep` is that of the next one, 0 after the
-// last. [1, 1, h, w], 0 to 1.
+// The places that come from the model after a step; `next_timestep` is that of the next one, 0 after the last.
+// [1, 1, h, w], 0 to 1.
 at::Tensor RepaintedPlaces(const SdMask& mask, double next_timestep);
 
 }  // namespace latentd

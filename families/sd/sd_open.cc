@@ -115,6 +115,10 @@ absl::StatusOr<Component> DescribeClip(const std::shared_ptr<const WeightFiles>&
     return Unsupported(absl::StrCat("tokenizer", number, " has ", tokenizer->vocabulary_size(), " tokens, ",
                                     component.name, " knows ", config.vocabulary));
   }
+  if (tokenizer->model_max_length() > config.positions) {
+    return Unsupported(absl::StrCat("tokenizer", number, " makes ", tokenizer->model_max_length(), " tokens, ",
+                                    component.name, " reads ", config.positions));
+  }
   auto model = std::make_shared<const ClipTextModel>(config);
   component.layout = model->layout();
   component.patch_target = g ? ClipGTarget(component.layout) : ClipLTarget(component.layout);

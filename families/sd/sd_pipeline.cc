@@ -26,6 +26,20 @@ absl::Status InRequestTerms(const absl::Status& status) {
   return FieldError("params.init_image.strength", status.message());
 }
 
+absl::Status CheckTiles(const DenoiseTiles& tiles, int64_t scale) {
+  constexpr int64_t kSmallestTile = 4;  // latents
+  for (int64_t side : {tiles.width, tiles.height}) {
+    if (side < kSmallestTile * scale || side % scale != 0) {
+      return FieldError("params.tiles", absl::StrCat("a side must be a multiple of ", scale, " and at least ",
+                                                     kSmallestTile * scale, "; it is ", side));
+    }
+  }
+  const int64_t most = std::min(tiles.width, tiles.height) / 2;
+  if (tiles.overlap >= 0 && tiles.overlap <= most && tiles.overlap % scale == 0) return absl::OkStatus();
+  return FieldError("params.tiles", absl::StrCat("the overlap must be a multiple of ", scale, " from 0 to half of a "
+                                                 "tile's side; it is ", tiles.overlap));
+}
+
 }  // namespace
 
 bool SdPipeline::Guided(const GenerateParams& params) {
@@ -48,10 +62,6 @@ std::vector<int64_t> SdPipeline::LatentShape(const GenerateParams& params) const
 absl::Status SdPipeline::Validate(GenerateParams& params) const {
   const ModelDefaults& defaults = parts_.defaults;
   RETURN_IF_ERROR(CheckKnownFields(params, KnownFields(), family()));
-  RETURN_IF_ERROR(CheckPrompt("params.prompt", params.prompt));
-  if (params.negative_prompt) RETURN_IF_ERROR(CheckPrompt("params.negative_prompt", *params.negative_prompt));
-  if (params.prompt_2) RETURN_IF_ERROR(CheckPrompt("params.prompt_2", *params.prompt_2));
-  if (params.negative_prompt_2) RETURN_IF_ERROR(CheckPrompt("params.negative_prompt_2", *params.negative_prompt_2));
   if (params.true_cfg_scale) {
     return FieldError("params.true_cfg_scale",
                       absl::StrCat("is not known to ", family(),
@@ -77,15 +87,28 @@ absl::Status SdPipeline::Validate(GenerateParams& params) const {
   }
   for (double scale : params.guidance_list) RETURN_IF_ERROR(CheckRange("params.guidance_list", scale, 0, kMaxGuidance));
   RETURN_IF_ERROR(CheckRange("params.guidance_rescale", params.guidance_rescale.value_or(0), 0, 1));
-  int64_t layers = kMaxSteps;
-  for (const SdEncoder& encoder : parts_.encoders) layers = std::min(layers, encoder.model->config().layers);
-  RETURN_IF_ERROR(CheckRange("params.clip_skip", static_cast<double>(params.clip_skip.value_or(0)), 0,
-                             static_cast<double>(layers - 1 - usual_skip())));
+  RETURN_IF_ERROR(ValidatePrompts(params));
   RETURN_IF_ERROR(FillSeeds(params));
   if (!params.sampler) params.sampler = defaults.sampler;
   RETURN_IF_ERROR(ValidatePictures(params));
   RETURN_IF_ERROR(ValidateOwn(params));
   return NewSampler(params, nullptr).status();
+}
+
+absl::Status SdPipeline::ValidatePrompts(GenerateParams& params) const {
+  if (params.prompt_syntax) RETURN_IF_ERROR(ParsePromptSyntax(*params.prompt_syntax).status());
+  for (const SdEncoder& encoder : parts_.encoders) {
+    for (const bool negative : {false, true}) {
+      if (negative && !EncodesNegative(params)) continue;
+      const SdText text = TextOf(encoder, params, negative);
+      RETURN_IF_ERROR(CheckPrompt(text.field, text.text));
+      RETURN_IF_ERROR(TokensOf(encoder, text).status());
+    }
+    const int64_t layers = encoder.model->config().layers - 1 - usual_skip();
+    RETURN_IF_ERROR(CheckRange("params.clip_skip", static_cast<double>(params.clip_skip.value_or(0)), 0,
+                               static_cast<double>(layers)));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status SdPipeline::ValidatePictures(GenerateParams& params) const {
@@ -120,6 +143,7 @@ absl::Status SdPipeline::ValidatePictures(GenerateParams& params) const {
   if (params.denoising_start && !params.init_latents.defined() && !params.init_image.defined()) {
     return FieldError("params.denoising_start", "needs the latents of another model's run, or an init image");
   }
+  if (params.tiles) RETURN_IF_ERROR(CheckTiles(*params.tiles, parts_.vae->config().scale()));
   if (params.noise.defined() && !fits(params.noise, /*one=*/false)) {
     return FieldError("params.noise", "has another shape");
   }
@@ -157,36 +181,60 @@ std::vector<std::string> SdPipeline::EncoderComponents(const GenerateParams& par
   return names;
 }
 
+SdText SdPipeline::TextOf(const SdEncoder& encoder, const GenerateParams& params, bool negative) const {
+  const bool second = &encoder != &parts_.encoders.front();
+  SdText text;
+  text.text = negative ? params.negative_prompt.value_or("") : params.prompt;
+  text.field = negative ? "params.negative_prompt" : "params.prompt";
+  if (const auto& own = negative ? params.negative_prompt_2 : params.prompt_2; second && own) {
+    text.text = *own;
+    text.field = negative ? "params.negative_prompt_2" : "params.prompt_2";
+  }
+  if (params.prompt_syntax) text.syntax = ParsePromptSyntax(*params.prompt_syntax).value_or(PromptSyntax::kPlain);
+  return text;
+}
+
+int64_t SdPipeline::Tokens(const GenerateParams& params) const {
+  int64_t longest = 0;
+  for (const SdEncoder& encoder : parts_.encoders) {
+    for (const bool negative : {false, true}) {
+      if (negative && !EncodesNegative(params)) continue;
+      longest = std::max(longest, TokensOf(encoder, TextOf(encoder, params, negative)).value_or(0));
+    }
+  }
+  return longest;
+}
+
 absl::Status SdPipeline::Encode(const std::string& component, const WeightView& weights,
                                 const GenerateParams& params, Conditioning& conditioning) const {
   c10::InferenceMode inference;
   const auto encoder = std::find_if(parts_.encoders.begin(), parts_.encoders.end(),
                                     [&](const SdEncoder& e) { return e.component == component; });
   if (encoder == parts_.encoders.end()) return absl::InternalError(absl::StrCat(component, " is no text encoder"));
-  const bool second = encoder != parts_.encoders.begin();
-  auto encode = [&](const std::string& text, const char* prefix, int64_t skip) {
-    const std::vector<int64_t> ids = encoder->tokenizer->Encode(text, encoder->model->config().positions);
-    const ClipTextModel::Output output = (*encoder->model)(weights, ids, Tap(*encoder, skip));
+  const int64_t tokens = Tokens(params);
+  for (const bool negative : {false, true}) {
+    if (negative && !EncodesNegative(params)) continue;
+    const ClipTap tap = Tap(*encoder, negative ? 0 : params.clip_skip.value_or(0));
+    ASSIGN_OR_RETURN(const ClipTextModel::Output output,
+                     EncodeText(*encoder, weights, TextOf(*encoder, params, negative), tap, tokens));
+    const char* prefix = negative ? kNegative : "";
     conditioning[absl::StrCat(prefix, component)] = ToHost(output.hidden);
     if (output.pooled.defined()) conditioning[absl::StrCat(prefix, kPooled)] = ToHost(output.pooled);
-  };
-  encode(second ? params.prompt_2.value_or(params.prompt) : params.prompt, "", params.clip_skip.value_or(0));
-  if (EncodesNegative(params)) {
-    const std::string negative = params.negative_prompt.value_or("");
-    encode(second ? params.negative_prompt_2.value_or(negative) : negative, kNegative, 0);
   }
   return absl::OkStatus();
 }
 
 std::string SdPipeline::EncodeKey(const std::string& component, const GenerateParams& params) const {
-  const bool second = component != parts_.encoders.front().component;
-  // Texts may hold anything: their lengths keep them apart.
-  auto text = [](const std::string& t) { return absl::StrCat(t.size(), ":", t); };
-  std::string key = text(second ? params.prompt_2.value_or(params.prompt) : params.prompt);
-  absl::StrAppend(&key, "|", params.clip_skip.value_or(0));
-  if (EncodesNegative(params)) {
-    const std::string negative = params.negative_prompt.value_or("");
-    absl::StrAppend(&key, "|", text(second ? params.negative_prompt_2.value_or(negative) : negative));
+  std::string key = absl::StrCat(params.clip_skip.value_or(0), "|", params.prompt_syntax.value_or("plain"), "|",
+                                 Tokens(params));
+  for (const SdEncoder& encoder : parts_.encoders) {
+    if (encoder.component != component) continue;
+    for (const bool negative : {false, true}) {
+      if (negative && !EncodesNegative(params)) continue;
+      // Texts may hold anything: their lengths keep them apart.
+      const std::string text = TextOf(encoder, params, negative).text;
+      absl::StrAppend(&key, "|", text.size(), ":", text);
+    }
   }
   return key;
 }
@@ -195,7 +243,7 @@ int64_t SdPipeline::ConditioningBytes(const std::string& component, const Genera
   int64_t floats = 0;
   for (const SdEncoder& encoder : parts_.encoders) {
     const ClipTextConfig& c = encoder.model->config();
-    if (encoder.component == component) floats = c.positions * c.dim + std::max(c.dim, c.projection);
+    if (encoder.component == component) floats = Tokens(params) * c.dim + std::max(c.dim, c.projection);
   }
   return (EncodesNegative(params) ? 2 : 1) * floats * int64_t{sizeof(float)};
 }
@@ -280,6 +328,7 @@ absl::StatusOr<std::unique_ptr<Denoiser>> SdPipeline::Begin(const GenerateParams
       }
     }
     SdPicture picture;
+    picture.source = source;
     ASSIGN_OR_RETURN(picture.sampler, NewSampler(params, std::move(source)));
     const at::Tensor original = from_picture ? init.narrow(1, 0, channels) : at::Tensor();
     if (StartsFromNoise(params)) {
@@ -298,10 +347,21 @@ absl::StatusOr<std::unique_ptr<Denoiser>> SdPipeline::Begin(const GenerateParams
     pictures.push_back(std::move(picture));
   }
   ASSIGN_OR_RETURN(SdPrompts prompts, PromptsOf(params, conditioning));
-  SdPredictor predictor(parts_.unet, std::move(prompts), params.guidance_rescale.value_or(0));
-  std::vector<double> guidance =
-      params.guidance_list.empty() ? std::vector<double>{*params.guidance} : params.guidance_list;
-  return MakeSdDenoiser(std::move(predictor), std::move(pictures), std::move(mask), std::move(guidance));
+  SdRun run{.predictor = SdPredictor(parts_.unet, std::move(prompts), params.guidance_rescale.value_or(0)),
+            .pictures = std::move(pictures),
+            .mask = std::move(mask),
+            .tiles = TilesOf(params),
+            .guidance = params.guidance_list};
+  if (run.guidance.empty()) run.guidance = {*params.guidance};
+  return MakeSdDenoiser(std::move(run));
+}
+
+std::vector<SdTile> SdPipeline::TilesOf(const GenerateParams& params) const {
+  const std::vector<int64_t> shape = LatentShape(params);
+  if (!params.tiles) return LayTiles(shape[2], shape[3], shape[2], shape[3], 0);
+  const int64_t scale = parts_.vae->config().scale();
+  return LayTiles(shape[2], shape[3], params.tiles->height / scale, params.tiles->width / scale,
+                  params.tiles->overlap / scale);
 }
 
 absl::StatusOr<at::Tensor> SdPipeline::Decode(const WeightView& weights, const at::Tensor& latents,
@@ -332,11 +392,17 @@ int64_t SdPipeline::WorkingBytes(const std::string& component, const GeneratePar
   if (component == "unet") {
     // Latents before and after a step, what a mask adds to them, and what samplers remember.
     constexpr int64_t kTensorsOfLatents = 12;
-    return kTensorsOfLatents * latent_bytes +
-           parts_.unet->WorkingBytes(parts_.encoders.front().model->config().positions, shape[2], shape[3]);
+    const std::vector<SdTile> tiles = TilesOf(params);
+    // Neighbours overlap by half at most: four times the latents once more.
+    return (tiles.size() > 1 ? 5 : 1) * kTensorsOfLatents * latent_bytes +
+           parts_.unet->WorkingBytes(Tokens(params), tiles.front().height, tiles.front().width);
   }
   for (const SdEncoder& encoder : parts_.encoders) {
-    if (encoder.component == component) return encoder.model->WorkingBytes();
+    if (encoder.component != component) continue;
+    // Windows are encoded one by one; versions of the whole prompt are mixed.
+    constexpr int64_t kVersions = 8;
+    return encoder.model->WorkingBytes() +
+           kVersions * Tokens(params) * encoder.model->config().dim * int64_t{sizeof(float)};
   }
   return 0;
 }

@@ -21,19 +21,14 @@
 #include "families/sampling/noise_schedule.h"
 #include "families/sampling/sampler.h"
 #include "families/sd/sd_predictor.h"
+#include "families/sd/sd_text.h"
+#include "families/sd/sd_tiles.h"
 #include "families/sd/unet.h"
 #include "families/text/clip_text_model.h"
-#include "families/text/clip_tokenizer.h"
 #include "families/vae/autoencoder_kl.h"
 #include "families/vae/picture_codec.h"
 
 namespace latentd {
-
-struct SdEncoder {
-  std::string component;  // "text_encoder", "text_encoder_2"
-  std::shared_ptr<const ClipTextModel> model;
-  std::shared_ptr<const ClipTokenizer> tokenizer;
-};
 
 // Everything that a model is made of, described; filled in by OpenSdModel.
 struct SdParts {
@@ -106,10 +101,17 @@ class SdPipeline : public Pipeline {
   bool takes_mask() const { return parts_.unet->config().in_channels > parts_.unet->config().out_channels; }
   std::vector<int64_t> LatentShape(const GenerateParams& params) const;  // of one picture, [1, C, h, w]
   bool EncodesNegative(const GenerateParams& params) const;
+  // What an encoder is given as the wanted or the unwanted prompt.
+  SdText TextOf(const SdEncoder& encoder, const GenerateParams& params, bool negative) const;
+  // Tokens of the longest of all prompts, to which the others are brought. REQUIRES: params passed Validate.
+  int64_t Tokens(const GenerateParams& params) const;
+  absl::Status ValidatePrompts(GenerateParams& params) const;
   absl::Status ValidatePictures(GenerateParams& params) const;
   SamplerOptions OptionsOf(const GenerateParams& params) const;
   absl::StatusOr<std::unique_ptr<Sampler>> NewSampler(const GenerateParams& params,
                                                       std::shared_ptr<NoiseSource> noise) const;
+  // What the picture is denoised in: one tile, unless the request has others.
+  std::vector<SdTile> TilesOf(const GenerateParams& params) const;
   absl::StatusOr<SdPrompts> PromptsOf(const GenerateParams& params, Conditioning& conditioning) const;
 };
 

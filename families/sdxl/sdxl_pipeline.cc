@@ -13,7 +13,7 @@ constexpr absl::string_view kFields[] = {
     "params.schedule",         "params.eta",               "params.guidance_rescale", "params.guidance_list",
     "params.denoising_start",  "params.denoising_end",     "params.mask_image",      "params.gradient_mask",
     "params.init_latents",     "params.original_size",     "params.target_size",     "params.crop",
-    "params.aesthetic_score",  "params.negative_aesthetic_score"};
+    "params.aesthetic_score",  "params.negative_aesthetic_score", "params.tiles"};
 
 constexpr double kScore = 6, kNegativeScore = 2.5, kMaxScore = 100;
 constexpr double kMaxExtent = 1 << 16;

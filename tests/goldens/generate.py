@@ -64,6 +64,7 @@ def main() -> None:
     import sd_loras
     import sd_models
     import sd_runs
+    import sd_tiles
 
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
@@ -77,6 +78,7 @@ def main() -> None:
     sd_cases.write_all(args.out)
     sd_runs.write_all(args.out)
     sd_loras.write_all(args.out)
+    sd_tiles.write_all(args.out)
     samplers.write_all(args.out)
     file.write_text(wanted)
 

@@ -49,6 +49,7 @@ GenerateParams Params(const Golden& golden) {
   params.guidance = golden.Double("guidance");
   params.sampler = golden.Setting("sampler");
   if (const std::string schedule = golden.Setting("schedule"); !schedule.empty()) params.schedule = schedule;
+  if (const std::string syntax = golden.Setting("syntax"); !syntax.empty()) params.prompt_syntax = syntax;
   auto number = [&](const char* key, std::optional<double>& value) {
     if (golden.HasSetting(key)) value = golden.Double(key);
   };
@@ -71,6 +72,10 @@ GenerateParams Params(const Golden& golden) {
   if (golden.HasSetting("crops_coords_top_left")) {
     const auto point = Numbers(golden.Setting("crops_coords_top_left"));
     params.crop = PixelPoint{.left = point[1], .top = point[0]};
+  }
+  if (golden.HasSetting("tiles")) {
+    const auto tiles = Numbers(golden.Setting("tiles"));
+    params.tiles = DenoiseTiles{.width = tiles[0], .height = tiles[1], .overlap = tiles[2]};
   }
   if (golden.Has("init_image")) params.init_image = golden["init_image"];
   if (golden.Has("mask_image")) params.mask_image = golden["mask_image"];
@@ -113,10 +118,10 @@ TEST_P(SdRunGolden, LatentsOfEveryStepAndPixelsAgree) {
 INSTANTIATE_TEST_SUITE_P(All, SdRunGolden,
                          testing::Values("sd15-text", "sd15-odd", "sd15-ancestral", "sd15-rescaled", "sd15-image",
                                          "sd15-image-unipc", "sd15-blend", "sd15-blend-all", "sd15-concat",
-                                         "sd15-concat-some", "sdxl-text", "sdxl-odd", "sdxl-one-pass", "sdxl-image",
+                                         "sd15-concat-some", "sd15-compel", "sdxl-compel", "sdxl-text", "sdxl-odd", "sdxl-one-pass", "sdxl-image",
                                          "sdxl-blend", "sdxl-concat", "refiner-image", "hand-over-euler-base",
                                          "hand-over-euler-refiner", "hand-over-dpmpp_2m-base",
-                                         "hand-over-dpmpp_2m-refiner"),
+                                         "hand-over-dpmpp_2m-refiner", "tiles-multistep", "tiles-ancestral"),
                          [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 struct Single {
@@ -179,6 +184,15 @@ TEST(SdBatch, APictureDoesNotDependOnItsBatch) {
     EXPECT_TRUE(at::equal(both.latents.back().narrow(0, 1, 1), alone.latents.back())) << name;
     EXPECT_TRUE(at::equal(both.pixels[1], alone.pixels[0])) << name;
   }
+}
+
+TEST(SdTiles, OneThatIsLargerThanThePictureIsThePicture) {
+  const Golden golden("sd15-text");
+  const auto pipeline = OpenModel(Folder("tiny-sd15"));
+  GenerateParams params = Params(golden);
+  const RunResult whole = Generate(*pipeline, params);
+  params.tiles = DenoiseTiles{.width = 1024, .height = 1024, .overlap = 32};
+  EXPECT_TRUE(at::equal(Generate(*pipeline, params).latents.back(), whole.latents.back()));
 }
 
 TEST(SdGuidanceList, HasAGuidanceForEachStepAndItsLastForTheRest) {

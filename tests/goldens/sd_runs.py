@@ -12,6 +12,7 @@ import torch
 from diffusers import (AutoencoderKL, StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline,
                        StableDiffusionPipeline, StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline,
                        StableDiffusionXLPipeline, UNet2DConditionModel)
+from compel import Compel, ReturnedEmbeddingsType
 from PIL import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -63,11 +64,28 @@ def step_ends(sampler: str, index: int, count: int) -> bool:
     return index % 2 == 1 or index == count - 1 if sampler in TWICE else True
 
 
+def embed(pipe, prompt: str, negative: str) -> dict[str, torch.Tensor]:
+    """Both prompts by compel, in place of the pipeline's own text."""
+    two = hasattr(pipe, "text_encoder_2")
+    compel = Compel(
+        [pipe.tokenizer, pipe.tokenizer_2] if two else pipe.tokenizer,
+        [pipe.text_encoder, pipe.text_encoder_2] if two else pipe.text_encoder, truncate_long_prompts=False,
+        requires_pooled=[False, True] if two else False,
+        returned_embeddings_type=ReturnedEmbeddingsType.PENULTIMATE_HIDDEN_STATES_NON_NORMALIZED if two
+        else ReturnedEmbeddingsType.LAST_HIDDEN_STATES_NORMALIZED)
+    results = [compel(prompt), compel(negative), compel("")]
+    hidden, pooled = zip(*results) if two else (results, (None, None))
+    longest = max(x.shape[1] for x in hidden)
+    hidden = [torch.cat([x, *[hidden[2]] * ((longest - x.shape[1]) // 77)], 1) for x in hidden]
+    out = dict(prompt_embeds=hidden[0], negative_prompt_embeds=hidden[1])
+    return out | (dict(pooled_prompt_embeds=pooled[0], negative_pooled_prompt_embeds=pooled[1]) if two else {})
+
+
 def run(out: Path, name: str, model: str, *, width: int, height: int, steps: int, seeds: list[int],
         prompt: str = "a photo of a red house, \u00e9t\u00e9", negative: str | None = None, guidance: float = 7.5,
         sampler: str = "euler", schedule: str = "", init: np.ndarray | None = None, mask: np.ndarray | None = None,
         latents: list[torch.Tensor] | None = None, strength: float | None = None, patch=None,
-        **more) -> list[torch.Tensor]:
+        syntax: str = "", **more) -> list[torch.Tensor]:
     folder = out / model
     task = "mask" if mask is not None else "image" if init is not None or latents is not None else "text"
     tensors, finished, count = {"prompt": text(prompt)}, [], 0
@@ -84,6 +102,8 @@ def run(out: Path, name: str, model: str, *, width: int, height: int, steps: int
         arguments = dict(prompt=prompt, negative_prompt=negative, num_inference_steps=steps, guidance_scale=guidance,
                          generator=torch.Generator().manual_seed(seed), output_type="latent",
                          callback_on_step_end=after, **more)
+        if syntax:
+            arguments |= dict(prompt=None, negative_prompt=None) | embed(pipe, prompt, negative)
         if "height" in inspect.signature(pipe.__call__).parameters:
             arguments |= dict(height=height, width=width)
         if task != "text":
@@ -115,7 +135,8 @@ def run(out: Path, name: str, model: str, *, width: int, height: int, steps: int
     settings = {k: v for k, v in more.items() if "prompt" not in k} | ({} if strength is None else {"strength": strength})
     settings = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in settings.items()}
     save(out, name, tensors, model=model, width=width, height=height, steps=steps, count=len(seeds), ran=count,
-         guidance=guidance, sampler=sampler, schedule=schedule, **settings)
+         guidance=guidance, sampler=sampler, schedule=schedule,
+         syntax=syntax, **settings)
     return finished
 
 
@@ -145,6 +166,12 @@ def write_all(out: Path) -> None:
         mask=mask, strength=1.0)
     run(out, "sd15-concat-some", "tiny-sd15-inpaint", **odd, steps=6, seeds=[23], init=init, mask=mask, strength=0.7,
         sampler="dpmpp_2m")
+
+    weighted = "a (red)1.4 house, (trees)0.6 by the road++. " + "birds sing in the night, a blue car on the road. " * 6
+    run(out, "sd15-compel", "tiny-sd15", **even, steps=3, seeds=[24], prompt=weighted, negative="(blurry)1.3 night-",
+        syntax="compel")
+    run(out, "sdxl-compel", "tiny-sdxl", **even, steps=3, seeds=[25], prompt="a (red house)1.3 (trees)0.5",
+        negative=weighted, syntax="compel")
 
     run(out, "sdxl-text", "tiny-sdxl", **even, steps=5, seeds=[31, 32], guidance=5.0)
     run(out, "sdxl-odd", "tiny-sdxl", **odd, steps=4, seeds=[33], guidance=6.0, negative=negative, sampler="dpmpp_2m_sde",

@@ -1,0 +1,73 @@
+#include "families/sd/sd_text.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "ATen/ATen.h"
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
+#include "families/text/prompt_conditioning.h"
+#include "families/text/prompt_windows.h"
+
+namespace latentd {
+namespace {
+
+LongPrompts ModeOf(const SdText& text) {
+  return text.syntax == PromptSyntax::kPlain ? LongPrompts::kTruncate : LongPrompts::kWindows;
+}
+
+}  // namespace
+
+absl::StatusOr<PromptSyntax> ParsePromptSyntax(absl::string_view name) {
+  for (const auto& [known, syntax] : {std::pair<absl::string_view, PromptSyntax>{"plain", PromptSyntax::kPlain},
+                                      {"compel", PromptSyntax::kCompel},
+                                      {"a1111", PromptSyntax::kA1111}}) {
+    if (name == known) return syntax;
+  }
+  return FieldError("params.prompt_syntax",
+                    absl::StrCat("\"", name, "\" is not known; there are \"plain\", \"compel\" and \"a1111\""));
+}
+
+absl::StatusOr<int64_t> TokensOf(const SdEncoder& encoder, const SdText& text) {
+  ASSIGN_OR_RETURN(const ParsedPrompt prompt, ParsePrompt(text.text, text.syntax, text.field));
+  int64_t tokens = 0;
+  for (const PromptPart& part : prompt.parts) {
+    int64_t longest = 0;
+    for (const PromptText& one : part.texts) {
+      ASSIGN_OR_RETURN(const PromptWindows windows,
+                       MakePromptWindows(*encoder.tokenizer, one, ModeOf(text), text.field));
+      longest = std::max(longest, static_cast<int64_t>(windows.ids.size()));
+    }
+    tokens += longest;
+  }
+  const int64_t most = kMaxPromptWindows * encoder.tokenizer->model_max_length();
+  if (tokens <= most) return tokens;
+  return FieldError(text.field, absl::StrCat("makes ", tokens, " tokens; at most ", most, " are taken"));
+}
+
+absl::StatusOr<ClipTextModel::Output> EncodeText(const SdEncoder& encoder, const WeightView& w, const SdText& text,
+                                                 const ClipTap& tap, int64_t tokens) {
+  const ClipTextModel& model = *encoder.model;
+  const ClipTokenizer& tokenizer = *encoder.tokenizer;
+  ClipTap hidden_only = tap;
+  hidden_only.pooled = false;
+  ClipTextModel::Output output;
+  if (text.syntax == PromptSyntax::kPlain) {
+    output = model(w, tokenizer.Encode(text.text, tokenizer.model_max_length()), tap);
+  } else {
+    ASSIGN_OR_RETURN(const ParsedPrompt prompt, ParsePrompt(text.text, text.syntax, text.field));
+    const EncodeWindow encode = [&](const std::vector<int64_t>& ids,
+                                    const std::vector<int64_t>& mask) -> absl::StatusOr<at::Tensor> {
+      return model(w, ids, hidden_only, mask).hidden;
+    };
+    ASSIGN_OR_RETURN(output.hidden, EncodePrompt(tokenizer, prompt, ModeOf(text), encode, text.field));
+    if (tap.pooled) output.pooled = model(w, PooledPromptIds(tokenizer, text.text), tap).pooled;
+  }
+  if (const int64_t missing = tokens - output.hidden.size(1); missing > 0) {
+    const at::Tensor empty = model(w, EmptyPromptWindow(tokenizer).ids, hidden_only).hidden;
+    output.hidden = at::cat({output.hidden, empty.repeat({1, missing / empty.size(1), 1})}, 1);
+  }
+  return output;
+}
+
+}  // namespace latentd
