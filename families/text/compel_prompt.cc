@@ -259,8 +259,8 @@ class Reader {
     return true;
   }
 
-  // What stands between quotes, with \" for a quote; it stays escaped. Where nothing else closes them, the last
-  // escaped quote does. Ends before the second quote.
+  // What stands between quotes, with \" for a quote; it stays escaped. Where nothing else closes them, the
+  // last escaped quote does. Ends before the second quote.
   std::optional<absl::string_view> Quoted() const {
     std::optional<absl::string_view> inside;
     for (size_t i = at_ + 1; i < text_.size() && text_[i] != '\n' && text_[i] != '\r'; ++i) {
