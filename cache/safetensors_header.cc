@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
@@ -42,42 +42,59 @@ constexpr DTypeRow kDTypes[] = {
     {"I8", DType::kI8, 1},          {"U8", DType::kU8, 1},          {"BOOL", DType::kBool, 1},
 };
 
-// Parses while refusing depth, and keys that appear twice in one object.
-absl::StatusOr<Json> ParseBounded(absl::string_view text) {
-  std::vector<std::set<std::string>> keys;
-  std::string problem;
-  auto callback = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    if (depth > kMaxDepth && problem.empty()) problem = "header nests too deeply";
-    if (event == Json::parse_event_t::object_start) keys.emplace_back();
-    if (event == Json::parse_event_t::object_end && !keys.empty()) keys.pop_back();
-    if (event == Json::parse_event_t::key && !keys.empty()) {
-      const auto& key = parsed.get_ref<const std::string&>();
-      if (keys.size() == 1 && keys.back().size() > kMaxTensors && problem.empty()) problem = "too many tensors";
-      if (!keys.back().insert(key).second && problem.empty()) {
-        problem = absl::StrCat("name '", absl::CHexEscape(absl::string_view(key).substr(0, 200)), "' appears twice");
-      }
-    }
-    return problem.empty();
-  };
-  // A header of nothing but '[' would recurse in no parser here: nlohmann's is iterative. It is still
-  // bounded before parsing, so that the time is.
-  int depth = 0;
-  bool in_string = false;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const char c = text[i];
-    if (in_string) {
-      if (c == '\\') ++i;
-      if (c == '"') in_string = false;
-    } else if (c == '"') {
-      in_string = true;
-    } else if (c == '{' || c == '[') {
-      if (++depth > kMaxDepth) return Corrupt("header nests too deeply");
-    } else if (c == '}' || c == ']') {
-      --depth;
-    }
+// Looks at a header before anything is built of it: depth, keys that appear twice in one object, how many there are.
+// (A callback of the parser that builds could do the same, but that one searches the whole object at the end of every
+// object in it.)
+class Inspector : public nlohmann::json_sax<Json> {
+ public:
+  const std::string& problem() const { return problem_; }
+
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool binary(binary_t&) override { return Fail("header is no JSON object"); }
+  bool start_object(std::size_t) override {
+    keys_.emplace_back();
+    return Deeper();
   }
-  Json json = Json::parse(text.begin(), text.end(), callback, /*allow_exceptions=*/false);
-  if (!problem.empty()) return Corrupt(problem);
+  bool end_object() override {
+    keys_.pop_back();
+    --depth_;
+    return true;
+  }
+  bool start_array(std::size_t) override { return Deeper(); }
+  bool end_array() override {
+    --depth_;
+    return true;
+  }
+  bool key(string_t& key) override {
+    if (keys_.size() == 1 && keys_.back().size() > kMaxTensors) return Fail("too many tensors");
+    if (keys_.back().insert(key).second) return true;
+    return Fail(absl::StrCat("name '", absl::CHexEscape(absl::string_view(key).substr(0, 200)), "' appears twice"));
+  }
+  bool parse_error(std::size_t, const std::string&, const nlohmann::detail::exception&) override {
+    return Fail("header is no JSON object");
+  }
+
+ private:
+  bool Fail(std::string problem) {
+    problem_ = std::move(problem);
+    return false;
+  }
+  bool Deeper() { return ++depth_ <= kMaxDepth || Fail("header nests too deeply"); }
+
+  std::vector<absl::flat_hash_set<std::string>> keys_;  // of the objects that are open
+  int depth_ = 0;
+  std::string problem_;
+};
+
+absl::StatusOr<Json> ParseBounded(absl::string_view text) {
+  Inspector inspector;
+  if (!Json::sax_parse(text.begin(), text.end(), &inspector)) return Corrupt(inspector.problem());
+  Json json = Json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
   if (json.is_discarded() || !json.is_object()) return Corrupt("header is no JSON object");
   return json;
 }
