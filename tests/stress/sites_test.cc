@@ -72,9 +72,12 @@ class SiteTest : public testing::TestWithParam<Site> {
     fs::create_directories(root_);
     server_ = std::make_unique<InProcessServer>(ConfigFor());
     model_ = *server_->core().catalog->Model(GetParam().model);
+    params_.prompt = "a red circle";
+    params_.seeds = {7};
+    EXPECT_TRUE(model_->pipeline->Validate(params_).ok());
     at::manual_seed(11);
     for (const char* file : {"here", "also"}) WriteFile(root_ / absl::StrCat(file, ".safetensors"), Pair(0));
-    WriteFile(root_ / "wide.safetensors", Pair(1));  // fits no weight
+    WriteFile(root_ / "narrow.safetensors", Pair(-1));  // fits no weight
     std::ofstream(root_ / "broken.safetensors") << "no such format";
   }
   ~SiteTest() override {
@@ -112,7 +115,8 @@ class SiteTest : public testing::TestWithParam<Site> {
 
   std::vector<HeldLora> Hold(const std::vector<v1::LoraRef>& refs) {
     std::vector<HeldLora> held;
-    for (LoraChoice& choice : *ResolveLoras(refs, *server_->core().catalog)) {
+    std::vector<LoraChoice> choices = *ResolveLoras(refs, *server_->core().catalog);
+    for (LoraChoice& choice : choices) {
       HeldLora lora;
       static_cast<LoraUse&>(lora) = choice;
       lora.handle = *server_->core().cache->Lock(choice.request.key, choice.request.loader, {.owner = "session"});
@@ -123,9 +127,6 @@ class SiteTest : public testing::TestWithParam<Site> {
   }
 
   std::unique_ptr<PhaseResources> Phase(const std::vector<HeldLora>& loras, PatchMode mode) {
-    params_.prompt = "a red circle";
-    params_.seeds = {7};
-    EXPECT_TRUE(model_->pipeline->Validate(params_).ok());
     return std::make_unique<PhaseResources>(
         PhaseResources::Setup{.core = &server_->core(),
                               .model = model_.get(),
@@ -219,7 +220,7 @@ TEST_P(SiteTest, AnErrorInTheBodyReleasesAll) {
 
 // Of two LoRAs the second cannot be loaded, or fits nothing: the first is let go.
 TEST_P(SiteTest, AnErrorInALaterLoadReleasesAll) {
-  for (const char* second : {"broken", "wide", "absent"}) {
+  for (const char* second : {"broken", "narrow", "absent"}) {
     auto session = Open({Lora("here"), Lora(second)});
     EXPECT_FALSE(session.opened().ok()) << second;
     EXPECT_EQ(LoraLocks().first, 0);
