@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 
@@ -237,6 +238,30 @@ bool DiffersByOnes(at::IntArrayRef a, at::IntArrayRef b) {
 
 std::string Shape(at::IntArrayRef shape) { return absl::StrCat("[", absl::StrJoin(shape, ", "), "]"); }
 
+// Scales of 8-bit weights, as ComfyUI writes them: "X.scale_weight" or "X.weight_scale" belongs to "X.weight". Sets
+// `module` to X; empty for what is there for other programs' arithmetic.
+bool IsScale(absl::string_view source, std::string* module) {
+  module->clear();
+  for (absl::string_view suffix : {".scale_weight", ".weight_scale"}) {
+    if (!absl::EndsWith(source, suffix)) continue;
+    *module = std::string(absl::StripSuffix(source, suffix));
+    return true;
+  }
+  return absl::EndsWith(source, ".scale_input") || absl::EndsWith(source, ".input_scale") ||
+         absl::EndsWith(source, "scaled_fp8");
+}
+
+absl::StatusOr<double> ReadScale(const WeightFiles& files, const std::string& source) {
+  ASSIGN_OR_RETURN(const at::Tensor scale, files.Read(source));
+  if (scale.numel() == 1 && at::isFloatingType(scale.scalar_type())) {
+    const double value = scale.to(at::kDouble).item<double>();
+    if (std::isfinite(value)) return value;
+  }
+  return MakeError(absl::StatusCode::kUnimplemented, "UNSUPPORTED_DTYPE",
+                   absl::StrCat("tensor ", source, " is no finite number: weights with a scale per block or row are not read"),
+                   {{"tensor", source}});
+}
+
 absl::Status Mismatch(absl::string_view what, const std::vector<std::string>& names) {
   const size_t shown = std::min<size_t>(names.size(), 5);
   std::string sample = absl::StrJoin(names.begin(), names.begin() + static_cast<ptrdiff_t>(shown), ", ");
@@ -283,9 +308,15 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<con
   const auto& decls = layout->tensors();
   std::vector<std::vector<Assigned>> by_slot(decls.size());
   std::vector<std::string> unused;
+  std::map<std::string, double> scales;  // by module
   for (const auto& [source, entry] : files->tensors()) {
     absl::string_view name = source;
     if (!prefix.empty() && !absl::ConsumePrefix(&name, prefix)) continue;
+    if (std::string module; IsScale(source, &module)) {
+      if (module.empty()) continue;
+      ASSIGN_OR_RETURN(scales[module], ReadScale(*files, source));
+      continue;
+    }
     bool used = false;
     RETURN_IF_ERROR(AddAssignments(source, name, *layout, key_map, by_slot, used));
     if (!used) unused.push_back(source);
@@ -304,12 +335,18 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<con
     if (context.cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "load cancelled");
     const Assigned& from = by_slot[i].front();
     ASSIGN_OR_RETURN(at::Tensor tensor, files->Alias(from.source));
-    if (!at::isFloatingType(tensor.scalar_type()) || at::isFloat8Type(tensor.scalar_type()) ||
-        tensor.scalar_type() == at::kDouble) {
+    if (!at::isFloatingType(tensor.scalar_type()) || tensor.scalar_type() == at::kDouble) {
       return MakeError(absl::StatusCode::kUnimplemented, "UNSUPPORTED_DTYPE",
                        absl::StrCat("tensor ", from.source, " is ", at::toString(tensor.scalar_type()),
-                                    "; weights are read in fp32, fp16 or bf16"),
+                                    "; weights are read in fp32, fp16, bf16 or fp8"),
                        {{"tensor", from.source}});
+    }
+    const at::ScalarType type = tensor.scalar_type();
+    if (at::isFloat8Type(type)) {
+      weights[i].form = StorageForm::kFloat8;
+      const auto scale = scales.find(std::string(absl::StripSuffix(from.source, ".weight")));
+      if (scale != scales.end()) weights[i].scale = scale->second;
+      tensor = tensor.view(at::kByte);  // what follows moves bytes; few operators know the type
     }
     if (from.transform == KeyTransform::kSqueezeConv && tensor.dim() == 4) tensor = tensor.flatten(1);
     if (from.transform == KeyTransform::kTranspose && tensor.dim() == 2) tensor = tensor.t().contiguous();
@@ -330,7 +367,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<con
     }
     done += static_cast<int64_t>(tensor.nbytes());
     context.Progress(done, total);
-    weights[i].data = std::move(tensor);
+    weights[i].data = at::isFloat8Type(type) ? tensor.view(type) : std::move(tensor);
   }
   RETURN_IF_ERROR(files->Check());
   return std::make_shared<const WeightSet>(std::move(layout), std::move(weights), [files] { return files->Check(); });

@@ -1,5 +1,6 @@
 #include "cache/weight_set.h"
 
+#include <algorithm>
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
@@ -15,6 +16,16 @@ namespace {
 bool MovesWithItsBlock(const at::Tensor& tensor) { return tensor.dim() >= 2; }
 
 }  // namespace
+
+at::Tensor Weight::To(at::ScalarType type) const {
+  if (form == StorageForm::kPlain) return data.to(type);
+  const at::Tensor numbers = data.to(at::kFloat);
+  return (scale == 1 ? numbers : numbers * scale).to(type);
+}
+
+bool WeightSet::is_plain() const {
+  return std::all_of(weights_.begin(), weights_.end(), [](const Weight& w) { return HasDirectPath(w.form); });
+}
 
 WeightSet::WeightSet(std::shared_ptr<const ComponentLayout> layout, std::vector<Weight> weights,
                      Checker checker)
@@ -85,6 +96,7 @@ absl::StatusOr<std::shared_ptr<const Resource>> WeightSet::CopyTo(Device& device
   for (size_t i = 0; i < weights_.size(); ++i) {
     const Weight& weight = weights_[i];
     copies[i].form = weight.form;
+    copies[i].scale = weight.scale;
     if (!weight.data.defined()) continue;
     if (!resident.empty() && !resident[static_cast<size_t>(block_of_[i])]) continue;
     if (before != nullptr && before->weights_[i].data.defined()) {

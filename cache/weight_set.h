@@ -15,8 +15,12 @@ namespace latentd {
 
 // How the numbers of a weight are stored. Code asks the weight; nobody passes a flag along.
 enum class StorageForm {
-  kPlain,  // `data` is the tensor, in fp32, fp16 or bf16
+  kPlain,   // `data` is the tensor, in fp32, fp16 or bf16
+  kFloat8,  // `data` is the tensor in 8-bit floats (e4m3fn, e5m2), to be multiplied with `scale`
 };
+
+// Whether patches can be added to such a weight and stored as before. Where not, what can be computed beside it is.
+inline bool HasDirectPath(StorageForm form) { return form == StorageForm::kPlain; }
 
 // Kernels take another path below this alignment, which can change the last bits of a result. What computes
 // keeps to it, whichever way a tensor got into memory; safetensors files promise 8 bytes only.
@@ -28,6 +32,10 @@ inline bool IsComputeAligned(const at::Tensor& tensor) {
 struct Weight {
   at::Tensor data;  // undefined where a set has not all weights of its layout
   StorageForm form = StorageForm::kPlain;
+  double scale = 1;
+
+  // The numbers that it stands for. REQUIRES: data is defined. A copy unless it is plain and of that type.
+  at::Tensor To(at::ScalarType type) const;
 };
 
 // Immutable; read from any thread. Tensors may alias a file mapping, which they keep alive, and then lie
@@ -53,6 +61,8 @@ class WeightSet : public Resource {
   const Weight& operator[](Slot slot) const { return weights_[static_cast<size_t>(slot.index)]; }
 
   bool has(Slot slot) const { return (*this)[slot].data.defined(); }
+  // True when every weight is in a form that patches can be added to.
+  bool is_plain() const;
 
   int64_t bytes() const override { return bytes_; }
   std::vector<ResourceBlock> device_blocks() const override { return blocks_; }

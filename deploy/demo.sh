@@ -17,7 +17,8 @@ part "build" deploy/build.sh release latentd latentctl
 out=out/demo
 mkdir -p "$out"
 run="$(mktemp -d)"
-build/release/bin/latentd --config deploy/demo/latentd.toml --listen "unix:$run/latentd.sock" 2>"$out/latentd.log" &
+build/release/bin/latentd --config deploy/demo/latentd.toml --listen "unix:$run/latentd.sock" \
+  --upload-dir "$run/uploads" 2>"$out/latentd.log" &
 daemon=$!
 stop() { kill -TERM "$daemon" 2>/dev/null || true; wait "$daemon" 2>/dev/null || true; rm -rf "$run"; }
 trap stop EXIT

@@ -11,6 +11,8 @@
 #include "ATen/ATen.h"
 #include "families/flux/flux_pipeline.h"
 #include "families/flux/flux_transformer.h"
+#include "families/sampling/guidance.h"
+#include "families/sampling/sampler.h"
 #include "families/sd/sd_denoiser.h"
 #include "families/sd/unet.h"
 #include "families/sd15/sd15_pipeline.h"
@@ -404,6 +406,34 @@ TEST_P(DeviceTest, MasksAndWhatTheyLeaveComeFromHostMemory) {
   const DeviceWatch watch;
   EXPECT_THAT(CopyOutError([&] { (void)pipeline.EncodeImage(view, params, {}); }), HasSubstr(kCopyOut));
   EXPECT_THAT(watch.mixed(), IsEmpty());
+}
+
+// Only noise is copied, from the host.
+TEST(SamplerDeviceTest, StepsStayOnTheirDevice) {
+  const c10::InferenceMode inference;
+  for (const Prediction prediction : {Prediction::kEpsilon, Prediction::kVelocity}) {
+    NoiseScheduleConfig config;
+    config.prediction = prediction;
+    const auto schedule = NoiseSchedule::Create(config);
+    for (const SamplerInfo& info : AllSamplers()) {
+      SamplerOptions options;
+      options.steps = 6;
+      auto sampler = MakeSampler(info.name, schedule, options);
+      ASSERT_TRUE(sampler.ok()) << info.name << ": " << sampler.status();
+      const at::Tensor noise = at::empty({1, 4, 2, 3}, at::TensorOptions(at::kFloat).device(at::kMeta));
+      const DeviceWatch watch;
+      at::Tensor x = (*sampler)->AddNoise(noise, noise);
+      while (!(*sampler)->done()) {
+        x = (*sampler)->Step((*sampler)->ScaleInput(x).to(at::kHalf), x);
+        EXPECT_TRUE(x.is_meta() && (*sampler)->prediction().is_meta()) << info.name;
+        EXPECT_EQ(x.scalar_type(), at::kFloat) << info.name;
+      }
+      EXPECT_TRUE(Guide(x, x, 7.5).is_meta());
+      EXPECT_EQ(watch.copies() > 0, info.stochastic) << info.name;
+      EXPECT_LE(watch.copies(), (*sampler)->evaluation_count()) << info.name;
+      EXPECT_THAT(watch.mixed(), IsEmpty()) << info.name;
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, DeviceTest, testing::Values(at::kFloat, at::kBFloat16),

@@ -95,16 +95,17 @@ class Pipeline {
   // Upper bound of the bytes that Encode adds to the conditioning.
   virtual int64_t ConditioningBytes(const std::string& component, const GenerateParams& params) const = 0;
 
-  // img2img only: the init image as latents [1, C, h, w] (or [N, …] where the posterior is sampled per seed).
+  // The request's pictures as latents [1, C, h, w] (or [N, …] where the posterior is sampled per seed), those of
+  // several pictures one after the other in C, as Begin takes them. REQUIRES: params.has_pictures().
   virtual std::string image_encoder_component() const = 0;
   virtual absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params,
                                                  const PhaseOptions& options) const = 0;
 
   virtual std::string denoiser_component() const = 0;
-  // `init_latents` is undefined for txt2img. REQUIRES: params passed Validate.
+  // `image_latents` are EncodeImage's; undefined without pictures. REQUIRES: params passed Validate.
   virtual absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params,
                                                           Conditioning conditioning,
-                                                          at::Tensor init_latents) const = 0;
+                                                          at::Tensor image_latents) const = 0;
 
   virtual std::string decoder_component() const = 0;
   // One picture: latents [1, C, h, w] → uint8 [H, W, 3].

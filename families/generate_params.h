@@ -42,6 +42,9 @@ struct GenerateParams {
   at::Tensor init_image;
   std::optional<double> strength;  // (0, 1]: share of the schedule that is run on the init image
 
+  // What a control model, or a control LoRA, draws after (edges, depth): uint8 [H, W, 3], any size.
+  at::Tensor control_image;
+
   // The rest is known to SD families alone; others refuse it.
 
   // For the second text encoder, where it should read another text.
@@ -77,6 +80,13 @@ struct GenerateParams {
 
   // For pictures larger than the model was trained for; absent: the whole picture at once.
   std::optional<DenoiseTiles> tiles;
+
+  // Inputs of the denoiser's first layer where a LoRA grows it, else 0; kUnknownInputs as long as the LoRAs
+  // were not read. Not the client's.
+  static constexpr int64_t kUnknownInputs = -1;
+  int64_t grown_inputs = 0;
+
+  bool has_pictures() const { return init_image.defined() || control_image.defined(); }
 
   // Tests only: noise to use in place of the seeds', [N, C, H/8, W/8] fp32.
   at::Tensor noise;

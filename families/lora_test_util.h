@@ -24,9 +24,10 @@ at::Tensor OfShape(const std::vector<int64_t>& shape);
 // What a file is to a model.
 struct Outcome {
   int64_t layers = 0;
-  Counts matched, tensors;  // by component: layers, and tensors that they mean
+  Counts matched, tensors;  // by component: layers, and weights that they mean
   Counts types, ranks;
   int64_t with_alpha = 0, ignored = 0;
+  Counts grown;  // weights that get more inputs
 };
 // Fails the test where the file is refused, or a layer is left over.
 Outcome MatchAll(const Tensors& file, const std::vector<PatchTarget>& targets);

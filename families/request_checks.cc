@@ -27,6 +27,7 @@ struct OptionalField {
   bool (*set)(const GenerateParams&);
 };
 constexpr OptionalField kOptionalFields[] = {
+    {"params.control_image", [](const GenerateParams& p) { return p.control_image.defined(); }},
     {"params.prompt_2", [](const GenerateParams& p) { return p.prompt_2.has_value(); }},
     {"params.negative_prompt_2", [](const GenerateParams& p) { return p.negative_prompt_2.has_value(); }},
     {"params.prompt_syntax", [](const GenerateParams& p) { return p.prompt_syntax.has_value(); }},

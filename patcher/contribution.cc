@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ATen/ATen.h"
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
@@ -26,6 +27,43 @@ at::Tensor RowsOf(const at::Tensor& all, const LayerPart& part) {
 // The rows of `up` for a part, with weight and scale, in fp32.
 at::Tensor ScaledUp(const Contribution& c, const LowRank& layer) {
   return Matrix(RowsOf(layer.up, c.part)) * (c.weight * layer.scale);
+}
+
+// What a weight is stored as once patches are in it: 8-bit floats would round them away.
+at::ScalarType MergedType(const at::Tensor& weight) {
+  return at::isFloat8Type(weight.scalar_type()) ? at::kBFloat16 : weight.scalar_type();
+}
+
+// Numbers that are merged at a time: in fp32, they and their factors stay in a processor's own cache.
+constexpr int64_t kMergedAtATime = 1 << 17;
+
+// Plain low-rank layers as wide as the weight, and nothing else.
+bool OnlyLowRank(const Weight& weight, const std::vector<Contribution>& shares) {
+  return HasDirectPath(weight.form) && absl::c_all_of(shares, [&](const Contribution& c) {
+    return !c.bias && c.layer->low_rank() != nullptr && c.layer->extent().columns == Columns(weight.data);
+  });
+}
+
+// weight + Σ up · down, a few rows at a time, so that memory is read once and written once.
+at::Tensor MergeLowRank(const at::Tensor& weight, const std::vector<Contribution>& shares) {
+  std::vector<at::Tensor> ups, downs;
+  for (const Contribution& c : shares) {
+    ups.push_back(ScaledUp(c, *c.layer->low_rank()));
+    downs.push_back(Matrix(c.layer->low_rank()->down));
+  }
+  const at::Tensor up = ups.size() == 1 ? ups[0] : at::cat(ups, 1);
+  const at::Tensor down = downs.size() == 1 ? downs[0] : at::cat(downs, 0);
+  at::Tensor result = at::empty(weight.sizes(), weight.options());
+  const at::Tensor from = weight.reshape({weight.size(0), -1}), to = result.view({weight.size(0), -1});
+  const int64_t rows = std::min(from.size(0), std::max<int64_t>(1, kMergedAtATime / from.size(1)));
+  const at::Tensor scratch = at::empty({rows, from.size(1)}, at::kFloat);
+  for (int64_t row = 0; row < from.size(0); row += rows) {
+    const int64_t n = std::min(rows, from.size(0) - row);
+    at::Tensor sum = scratch.narrow(0, 0, n);
+    sum.copy_(from.narrow(0, row, n));
+    to.narrow(0, row, n).copy_(sum.addmm_(up.narrow(0, row, n), down));
+  }
+  return result;
 }
 
 // The differences of fused layers, each kept until the last of its parts took its rows.
@@ -54,11 +92,11 @@ class Deltas {
     at::Tensor base;
     if (c.layer->depends_on_base()) {
       if (c.parts->size() == 1 && !c.part.swap_halves) {
-        base = base_[c.part.weight].data.to(at::kFloat);
+        base = base_[c.part.weight].To(at::kFloat);
       } else {
         base = at::empty(shape, at::kFloat);
         for (const LayerPart& part : *c.parts) {
-          const at::Tensor& stored = base_[part.weight].data;
+          const at::Tensor stored = base_[part.weight].To(at::kFloat);
           base.narrow(0, part.row_begin, part.rows).copy_(part.swap_halves ? SwapHalves(stored) : stored);
         }
       }
@@ -72,6 +110,16 @@ class Deltas {
 };
 
 constexpr absl::string_view kWeightSuffix = ".weight";
+
+// How many times as many inputs a patch may give a layer.
+constexpr int64_t kMaxGrowth = 16;
+
+// Columns of the weight as the contributions leave it.
+int64_t ColumnsOf(at::IntArrayRef shape, const std::vector<Contribution>& shares) {
+  int64_t columns = 0;
+  for (const Contribution& c : shares) columns = std::max(columns, ColumnsWith(*c.layer, shape));
+  return columns;
+}
 
 // The bias of the module whose weight this is; empty when it has none.
 Slot BiasOf(const ComponentLayout& layout, Slot weight) {
@@ -87,7 +135,8 @@ absl::Status LoraMismatch(const std::string& name, absl::string_view what, Error
 }
 
 absl::Status CheckShapes(const std::string& name, const PatchLayer& layer,
-                         const std::vector<LayerPart>& parts, const ComponentLayout& layout) {
+                         const std::vector<LayerPart>& parts, const PatchTarget& target) {
+  const ComponentLayout& layout = *target.layout;
   auto mismatch = [&](const std::string& what) {
     return LoraMismatch(name, absl::StrCat("does not fit: layer ", layer.name, " ", what),
                         {{"layer", layer.name}});
@@ -100,10 +149,16 @@ absl::Status CheckShapes(const std::string& name, const PatchLayer& layer,
     rows = std::max(rows, part.row_begin + part.rows);
     int64_t columns = 1;
     for (size_t d = 1; d < shape.size(); ++d) columns *= shape[d];
-    if (layer.has_weight() && shape.size() == 1 && !std::holds_alternative<Difference>(layer.math)) {
+    const bool for_vectors = std::holds_alternative<Difference>(layer.math) ||
+                             std::holds_alternative<Replacement>(layer.math);
+    if (layer.has_weight() && shape.size() == 1 && !for_vectors) {
       return mismatch(absl::StrCat("is for a matrix, ", weight, " is a vector"));
     }
-    if (layer.has_weight() && ((extent.columns >= 0 && extent.columns != columns) ||
+    const bool grows = extent.columns > columns && extent.columns <= kMaxGrowth * columns &&
+                       shape.size() == 2 && layer.low_rank() != nullptr &&
+                       absl::c_linear_search(target.growable, weight);
+    if (layer.has_weight() && !grows &&
+        ((extent.columns >= 0 && extent.columns != columns) ||
                                (extent.inputs >= 0 && (shape.size() < 2 || extent.inputs != shape[1])))) {
       return mismatch(absl::StrCat("takes ", extent.inputs >= 0 ? extent.inputs : extent.columns, " inputs, ",
                                    weight, " is [", absl::StrJoin(shape, ", "), "]"));
@@ -121,8 +176,15 @@ absl::Status CheckShapes(const std::string& name, const PatchLayer& layer,
   return absl::OkStatus();
 }
 
-absl::StatusOr<Contributions> Collect(const ComponentLayout& layout, const PatchTarget& target,
-                                      const std::vector<PatchSpec>& specs) {
+int64_t ColumnsWith(const PatchLayer& layer, at::IntArrayRef shape) {
+  int64_t columns = 1;
+  for (size_t d = 1; d < shape.size(); ++d) columns *= shape[d];
+  return shape.size() == 2 && layer.low_rank() != nullptr ? std::max(columns, layer.extent().columns)
+                                                           : columns;
+}
+
+absl::StatusOr<Contributions> Collect(const PatchTarget& target, const std::vector<PatchSpec>& specs) {
+  const ComponentLayout& layout = *target.layout;
   const LayerResolver resolver(target);
   Contributions by_slot;
   for (size_t s = 0; s < specs.size(); ++s) {
@@ -133,7 +195,7 @@ absl::StatusOr<Contributions> Collect(const ComponentLayout& layout, const Patch
       const PatchLayer& layer = patch.layers()[l];
       auto parts = std::make_shared<const std::vector<LayerPart>>(resolver.Resolve(layer.name));
       if (parts->empty()) continue;
-      RETURN_IF_ERROR(CheckShapes(spec.name, layer, *parts, layout));
+      RETURN_IF_ERROR(CheckShapes(spec.name, layer, *parts, target));
       Contribution c{.layer = &layer,
                      .beside = &spec.patch->layers()[l],
                      .spec = s,
@@ -143,6 +205,8 @@ absl::StatusOr<Contributions> Collect(const ComponentLayout& layout, const Patch
                      .parts = parts};
       for (const LayerPart& part : *parts) {
         c.part = part;
+        c.weight = spec.weight * BlockFactor(spec.blocks, target.component, layout[part.weight].name);
+        if (c.weight == 0) continue;
         if (layer.has_weight()) by_slot[part.weight.index].push_back(c);
         if (!layer.bias.defined()) continue;
         Contribution bias = c;
@@ -155,13 +219,15 @@ absl::StatusOr<Contributions> Collect(const ComponentLayout& layout, const Patch
   return by_slot;
 }
 
-SplitContributions Split(const ComponentLayout& layout, Contributions contributions, bool all_direct) {
+SplitContributions Split(const ComponentLayout& layout, Contributions contributions, bool all_direct,
+                         const std::function<StorageForm(Slot)>& form) {
   SplitContributions split;
   for (auto& [index, shares] : contributions) {
-    const bool beside = !all_direct && layout[Slot{index}].shape.size() == 2 &&
-                        std::all_of(shares.begin(), shares.end(), [](const Contribution& c) {
-                          return !c.bias && c.layer->low_rank() != nullptr;
-                        });
+    const std::vector<int64_t>& shape = layout[Slot{index}].shape;
+    const bool may_merge = all_direct && HasDirectPath(form(Slot{index}));
+    const bool beside = !may_merge && shape.size() == 2 && absl::c_all_of(shares, [&](const Contribution& c) {
+      return !c.bias && c.layer->low_rank() != nullptr && ColumnsWith(*c.layer, shape) == shape[1];
+    });
     (beside ? split.beside : split.direct).emplace(index, std::move(shares));
   }
   return split;
@@ -169,8 +235,11 @@ SplitContributions Split(const ComponentLayout& layout, Contributions contributi
 
 int64_t MergedBytes(const WeightSet& base, const Contributions& contributions) {
   int64_t bytes = 0;
-  for (const auto& [index, shares] : contributions)
-    bytes += static_cast<int64_t>(base[Slot{index}].data.nbytes());
+  for (const auto& [index, shares] : contributions) {
+    const at::Tensor& weight = base[Slot{index}].data;
+    const int64_t columns = shares.front().bias ? 1 : ColumnsOf(weight.sizes(), shares);
+    bytes += weight.size(0) * columns * static_cast<int64_t>(c10::elementSize(MergedType(weight)));
+  }
   return bytes;
 }
 
@@ -185,18 +254,32 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
       return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while patches were merged");
     }
     const Weight& weight = base[Slot{index}];
-    at::Tensor sum = weight.data.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
-    const at::Tensor matrix = sum.view({sum.size(0), -1});
+    if (OnlyLowRank(weight, shares)) {
+      merged[static_cast<size_t>(index)] = {MergeLowRank(weight.data, shares)};
+      continue;
+    }
+    at::Tensor sum = weight.To(at::kFloat);
+    if (sum.is_alias_of(weight.data)) sum = sum.clone();
+    if (sum.dim() == 2) sum = at::constant_pad_nd(sum, {0, ColumnsOf(sum.sizes(), shares) - sum.size(1)});
+    at::Tensor matrix = sum.view({sum.size(0), -1});
+    for (const Contribution& c : shares) {  // what is set, before what is added
+      const auto* set = c.bias ? nullptr : std::get_if<Replacement>(&c.layer->math);
+      if (set != nullptr) matrix.copy_(Matrix(RowsOf(set->value, c.part)));
+    }
     for (const Contribution& c : shares) {
       if (c.bias) {
         sum.add_(RowsOf(c.layer->bias, c.part).to(at::kFloat), c.weight);
+      } else if (std::holds_alternative<Replacement>(c.layer->math)) {
+        continue;
       } else if (const LowRank* low_rank = c.layer->low_rank()) {
-        matrix.addmm_(ScaledUp(c, *low_rank), Matrix(low_rank->down));  // needs no difference in full
+        const at::Tensor down = Matrix(low_rank->down);
+        matrix.narrow(1, 0, down.size(1)).addmm_(ScaledUp(c, *low_rank), down);
       } else {
-        matrix.add_(deltas.Rows(c), c.weight);
+        const at::Tensor rows = deltas.Rows(c);
+        matrix.narrow(1, 0, rows.size(1)).add_(rows, c.weight);
       }
     }
-    merged[static_cast<size_t>(index)] = {sum.to(weight.data.scalar_type()), weight.form};
+    merged[static_cast<size_t>(index)] = {sum.to(MergedType(weight.data))};
   }
   RETURN_IF_ERROR(base.Check());
   return std::make_shared<const WeightSet>(base, std::move(merged));

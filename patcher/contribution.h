@@ -32,7 +32,7 @@ struct Contribution {
   const PatchLayer*
       beside;      // the same layer where the overlay is used; only plain low-rank layers have tensors there
   size_t spec;     // index of that spec
-  double weight;   // of that spec
+  double weight;   // of that spec in this tensor
   LayerPart part;  // rows of the layer, and the weight or bias that they are for
   bool bias = false;                                    // the layer's difference of the bias
   std::shared_ptr<const std::vector<LayerPart>> parts;  // of the whole layer, for the weight
@@ -51,15 +51,18 @@ absl::Status LoraMismatch(const std::string& name, absl::string_view what, Error
 
 // Does the layer fit the tensors that its name means? Errors: LORA_MISMATCH with the layer.
 absl::Status CheckShapes(const std::string& name, const PatchLayer& layer,
-                         const std::vector<LayerPart>& parts, const ComponentLayout& layout);
+                         const std::vector<LayerPart>& parts, const PatchTarget& target);
+
+// Columns that a weight has once the layer is merged into it: its own, or more where the layer grows it.
+int64_t ColumnsWith(const PatchLayer& layer, at::IntArrayRef shape);
 
 // Which patches meet in which tensor. Specs of weight 0 do nothing. Errors: LORA_MISMATCH.
-absl::StatusOr<Contributions> Collect(const ComponentLayout& layout, const PatchTarget& target,
-                                      const std::vector<PatchSpec>& specs);
+absl::StatusOr<Contributions> Collect(const PatchTarget& target, const std::vector<PatchSpec>& specs);
 
-// Unless `all_direct`, tensors that meet nothing but plain low-rank layers are beside: decided by the kinds
-// of layers alone.
-SplitContributions Split(const ComponentLayout& layout, Contributions contributions, bool all_direct);
+// Tensors that meet nothing but plain low-rank layers of their own size are beside, unless `all_direct` and their form
+// has a direct path: decided by the kinds of layers and the form alone. `form` says how a tensor is stored.
+SplitContributions Split(const ComponentLayout& layout, Contributions contributions, bool all_direct,
+                         const std::function<StorageForm(Slot)>& form);
 
 // Bytes of the tensors that Merge makes.
 int64_t MergedBytes(const WeightSet& base, const Contributions& contributions);

@@ -1,10 +1,10 @@
 #include "patcher/layer_patcher.h"
 
 #include <algorithm>
+#include <set>
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "cache/error.h"
 #include "patcher/contribution.h"
@@ -13,13 +13,14 @@
 namespace latentd {
 namespace {
 
-// "transformer+dusk@1f3a*0.5": all that merged weights depend on, so that two sets are never taken for each
+// "transformer+dusk@1f3a*0.5[transformer.proj_out=0]": all that merged weights depend on, so that two sets are never taken for each
 // other. `partly`: the set leaves out tensors that another mode would merge.
-std::string MergedName(const ModelKey& component, const std::vector<PatchSpec>& specs, bool partly) {
-  std::string name = absl::StrCat(component.component, partly ? "~" : "");
+std::string MergedName(const std::string& component, const std::vector<PatchSpec>& specs, bool partly) {
+  std::string name = absl::StrCat(component, partly ? "~" : "");
   for (const PatchSpec& spec : specs) {
     if (spec.weight == 0) continue;
-    absl::StrAppend(&name, "+", spec.handle.key().ToString(), "*", absl::StrFormat("%.17g", spec.weight));
+    absl::StrAppend(&name, "+", spec.handle.key().ToString(), "*",
+                    StrengthText(spec.weight, spec.blocks, component));
   }
   return name;
 }
@@ -43,7 +44,8 @@ MemoryBudget::Request Ask(int64_t bytes, MemoryUse use, const PatchTarget& targe
 }  // namespace
 
 absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const std::string& name,
-                                                double weight, absl::Span<const PatchTarget> targets) {
+                                                double weight, absl::Span<const PatchTarget> targets,
+                                                const BlockWeights& blocks) {
   PatchReport report;
   report.name = name;
   report.format = patch.format();
@@ -53,12 +55,22 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
   resolvers.reserve(targets.size());
   for (const PatchTarget& target : targets) resolvers.emplace_back(target);
   int64_t matched = 0;
+  std::set<std::string> unused;
+  for (const auto& [path, factor] : blocks) unused.insert(path);
   for (const PatchLayer& layer : patch.layers()) {
     bool found = false;
     for (size_t t = 0; t < targets.size() && !found; ++t) {
       const std::vector<LayerPart> parts = resolvers[t].Resolve(layer.name);
       if (parts.empty()) continue;
-      RETURN_IF_ERROR(CheckShapes(name, layer, parts, *targets[t].layout));
+      RETURN_IF_ERROR(CheckShapes(name, layer, parts, targets[t]));
+      for (const LayerPart& part : parts) {
+        const TensorDecl& tensor = (*targets[t].layout)[part.weight];
+        std::erase_if(unused, [&](const std::string& path) {
+          return LiesBelow(path, targets[t].component, tensor.name);
+        });
+        if (tensor.shape.size() != 2 || ColumnsWith(layer, tensor.shape) == tensor.shape[1]) continue;
+        report.grown[absl::StrCat(targets[t].component, ".", tensor.name)] = ColumnsWith(layer, tensor.shape);
+      }
       ++report.matched[targets[t].component];
       ++matched;
       found = true;
@@ -74,21 +86,28 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
                                      " layers matches this model (", sample, ")"),
                         {{"sample", sample}, {"layers_in_file", absl::StrCat(report.layers_in_file)}});
   }
+  if (!unused.empty()) {
+    return FieldError("loras.block_weights",
+                      absl::StrCat("of ", name, ": the file changes nothing below '", *unused.begin(),
+                                   "'; paths are a component, or a component and the start of a tensor's name "
+                                   "(transformer.transformer_blocks.3)"));
+  }
   return report;
 }
 
 ModelKey LayerPatcher::MergedKey(const ModelKey& component, std::vector<PatchSpec>& specs, bool partly) {
   Sort(specs);
-  return {component.id, MergedName(component, specs, partly)};
+  return {component.id, MergedName(component.component, specs, partly)};
 }
 
 absl::StatusOr<LayerPatcher::OverlaySize> LayerPatcher::OverlayBytes(const ComponentLayout& layout,
-                                                                     double bytes_per_number,
+                                                                     double bytes_per_number, StorageForm form,
                                                                      const PatchTarget& target,
                                                                      const std::vector<PatchSpec>& specs,
                                                                      const ApplyOptions& options) {
-  ASSIGN_OR_RETURN(Contributions contributions, Collect(layout, target, specs));
-  const auto [direct, beside] = Split(layout, std::move(contributions), options.mode == PatchMode::kDirect);
+  ASSIGN_OR_RETURN(Contributions contributions, Collect(target, specs));
+  const auto [direct, beside] = Split(layout, std::move(contributions), options.mode == PatchMode::kDirect,
+                                      [&](Slot) { return form; });
   double bytes = 0;
   for (const auto& [index, shares] : direct) {
     double numbers = 1;
@@ -137,7 +156,7 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
   }
   ASSIGN_OR_RETURN(
       overlay.merged_record_,
-      options.cache->Lock({options.component.id, MergedName(options.component, specs, partly)}, loader,
+      options.cache->Lock({options.component.id, MergedName(options.component.component, specs, partly)}, loader,
                           {.owner = options.owner, .deadline = options.deadline, .stop = options.stop}));
   overlay.merged_on_host_ = std::static_pointer_cast<const WeightSet>(overlay.merged_record_.resource());
   overlay.merged_ = overlay.merged_on_host_;
@@ -177,10 +196,11 @@ absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightS
                                                                    const ApplyOptions& options,
                                                                    std::vector<PatchReport>* reports) {
   Sort(specs);
-  ASSIGN_OR_RETURN(Contributions contributions, Collect(weights.layout(), target, specs));
+  ASSIGN_OR_RETURN(Contributions contributions, Collect(target, specs));
   if (contributions.empty()) return nullptr;
   const auto [direct, beside] =
-      Split(weights.layout(), std::move(contributions), options.mode == PatchMode::kDirect);
+      Split(weights.layout(), std::move(contributions), options.mode == PatchMode::kDirect,
+            [&](Slot slot) { return weights[slot].form; });
 
   auto overlay = std::make_shared<Overlay>();
   int64_t uncached_bytes = 0;

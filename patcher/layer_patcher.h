@@ -29,6 +29,8 @@ struct Contribution;
 using Contributions = std::map<int32_t, std::vector<Contribution>>;
 
 // How a patch meets its weight.
+// Weights in a form without a direct path (8-bit floats) have what can be computed beside them there in all modes, and
+// are merged into bf16 where it cannot.
 //   direct   added to a copy of the weight: all deltas of a tensor summed in fp32, rounded once
 //   sidecar  computed beside it at each call
 //   auto     per tensor, from the weight's storage form and the kinds of layers alone: tensors that meet
@@ -61,6 +63,7 @@ struct PatchReport {
   double weight = 1;
   int64_t layers_in_file = 0;
   std::map<std::string, int64_t> matched;  // by component
+  std::map<std::string, int64_t> grown;    // weights that get more inputs, "transformer.x.weight" → inputs
   std::vector<std::string> unmatched;      // layer names that no component has, at most kSampleKeys
   int64_t unmatched_count = 0;
   int64_t direct_tensors = 0;   // filled in by Apply
@@ -73,9 +76,11 @@ class LayerPatcher {
  public:
   // Resolves every layer of `patch` against all components of a model and checks shapes, without touching a
   // weight. Errors: FAILED_PRECONDITION LORA_MISMATCH when nothing matches (with sample keys) or a shape
-  // does not fit (with the layer).
+  // does not fit (with the layer); INVALID_ARGUMENT INVALID_FIELD for a path of `blocks` below which the patch
+  // changes nothing.
   static absl::StatusOr<PatchReport> Match(const ModelPatch& patch, const std::string& name, double weight,
-                                           absl::Span<const PatchTarget> targets);
+                                           absl::Span<const PatchTarget> targets,
+                                           const BlockWeights& blocks = {});
 
   // Overlay of `specs` on the component that `target` describes; `weights` are its weights in host memory.
   // Layers for other components are left alone; specs of weight 0 are held but change nothing. The specs are
@@ -88,13 +93,13 @@ class LayerPatcher {
                                                               const ApplyOptions& options,
                                                               std::vector<PatchReport>* reports = nullptr);
 
-  // What Apply would take, without doing it, where `bytes_per_number` is that of the component's weights.
+  // What Apply would take, without doing it, where `bytes_per_number` and `form` are those of the component's weights.
   struct OverlaySize {
     int64_t merged = 0;  // bytes of merged weights
     int64_t beside = 0;  // bytes of what is computed beside them
   };
   static absl::StatusOr<OverlaySize> OverlayBytes(const ComponentLayout& layout, double bytes_per_number,
-                                                  const PatchTarget& target,
+                                                  StorageForm form, const PatchTarget& target,
                                                   const std::vector<PatchSpec>& specs,
                                                   const ApplyOptions& options);
   // The record that merged weights of `specs` are; `partly` when other tensors have patches beside them.

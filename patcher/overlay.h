@@ -15,6 +15,7 @@
 #include "cache/memory_budget.h"
 #include "cache/model_cache.h"
 #include "cache/weight_set.h"
+#include "patcher/block_weights.h"
 #include "patcher/model_patch.h"
 
 namespace latentd {
@@ -25,6 +26,7 @@ struct PatchSpec {
   std::string name;  // what the client calls it; the canonical order of specs is by name
   std::shared_ptr<const ModelPatch> patch;
   double weight = 1;
+  BlockWeights blocks = {};  // factors on the weight
   LockHandle handle;
   DeviceLock residency;  // set by LockPatch(); keeps `patch` where it is
 };

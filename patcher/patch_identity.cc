@@ -21,14 +21,9 @@ constexpr Component kComponents[] = {
     {"lora_te3_", "text_encoder_3"},       {"lora_te_", "text_encoder"},
     {"text_encoder_2.", "text_encoder_2"}, {"text_encoder_3.", "text_encoder_3"},
     {"text_encoder.", "text_encoder"},     {"text_encoder:", "text_encoder"},
+    {"clip_l.", "text_encoder"},           {"clip_g.", "text_encoder_2"},
+    {"t5.", "text_encoder_2"},
 };
-
-std::string ComponentOf(absl::string_view layer) {
-  for (const Component& c : kComponents) {
-    if (absl::StartsWith(layer, c.prefix)) return std::string(c.name);
-  }
-  return "denoiser";
-}
 
 // The layer without its values; nothing when its tensors do not fit each other.
 std::optional<PatchLayer> Describe(const std::string& name, const LayerKeys& keys,
@@ -201,6 +196,13 @@ std::string FamilyByIndex(const std::vector<std::string>& keys, const NamedShape
 }
 
 }  // namespace
+
+std::string ComponentOf(absl::string_view layer) {
+  for (const Component& c : kComponents) {
+    if (absl::StartsWith(layer, c.prefix)) return std::string(c.name);
+  }
+  return "denoiser";
+}
 
 std::string FamilyOf(const PatchKeys& keys, const NamedShapes& tensors) {
   if (const auto it = keys.unsupported.find("LoRA by index"); it != keys.unsupported.end()) {

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "patcher/patch_keys.h"
 
 namespace latentd {
@@ -18,6 +19,9 @@ namespace latentd {
 // "FLUX.1", "FLUX.2", "SD1.5", "SD2", "SDXL", "SD3", "SD3.5", "Qwen-Image", "Z-Image", "Anima", "WAN 2.1",
 // "WAN 2.2", "Krea 2"; empty when nothing tells.
 std::string FamilyOf(const PatchKeys& keys, const NamedShapes& tensors);
+
+// What a layer's name says that it is for: "text_encoder", "text_encoder_2", …; "denoiser" for all others.
+std::string ComponentOf(absl::string_view layer);
 
 struct PatchIdentity {
   std::string family, format;

@@ -39,6 +39,7 @@ constexpr Suffix kSuffixes[] = {
     {".diff_b", PatchKey::kDiffBias},
     {".w_norm", PatchKey::kNormWeight},
     {".b_norm", PatchKey::kNormBias},
+    {".scale", PatchKey::kScale},
     {".hada_w1_a", PatchKey::kHadaW1A},
     {".hada_w1_b", PatchKey::kHadaW1B},
     {".hada_w2_a", PatchKey::kHadaW2A},
@@ -70,7 +71,6 @@ struct Foreign {
 };
 constexpr Foreign kForeign[] = {
     {".diff_m", "modulation diff"},
-    {"_norm.scale", "set scale (control LoRA)"},
     {".bm.weight", "GLoRA with a Tucker core"},
     {".lora_embedding_", "LoRA of an embedding"},
     {"unet:", "LoRA by index"},
@@ -210,7 +210,7 @@ absl::StatusOr<Glora> MakeGlora(const std::string& name, const Parts& parts) {
 }
 
 // Which formula a layer's tensors are for.
-enum class Formula { kNone, kLowRank, kHadamard, kKronecker, kDifference, kIa3, kGlora, kOft };
+enum class Formula { kNone, kLowRank, kHadamard, kKronecker, kDifference, kReplacement, kIa3, kGlora, kOft };
 
 bool HasAny(const LayerKeys& keys, PatchKey first, PatchKey last) {
   const auto it = keys.by_kind.lower_bound(first);
@@ -224,6 +224,7 @@ std::vector<Formula> FormulasOf(const LayerKeys& keys) {
   if (HasAny(keys, PatchKey::kHadaW1A, PatchKey::kHadaT2)) found.push_back(Formula::kHadamard);
   if (HasAny(keys, PatchKey::kLokrW1, PatchKey::kLokrT2)) found.push_back(Formula::kKronecker);
   if (keys.has(PatchKey::kDiff) || keys.has(PatchKey::kNormWeight)) found.push_back(Formula::kDifference);
+  if (keys.has(PatchKey::kScale)) found.push_back(Formula::kReplacement);
   if (HasAny(keys, PatchKey::kIa3Weight, PatchKey::kOnInput)) found.push_back(Formula::kIa3);
   if (HasAny(keys, PatchKey::kGloraA1, PatchKey::kGloraB2)) found.push_back(Formula::kGlora);
   if (HasAny(keys, PatchKey::kOftBlocks, PatchKey::kRescale) || !keys.numbered_blocks.empty()) {
@@ -379,6 +380,8 @@ std::string LayerType(const LayerKeys& keys, const NamedShapes& tensors) {
       break;
     case Formula::kDifference:
       return keys.has(PatchKey::kDiff) ? "full diff" : "norm";
+    case Formula::kReplacement:
+      return "set scale";
     case Formula::kIa3:
       return "IA3";
     case Formula::kGlora:
@@ -429,6 +432,12 @@ absl::StatusOr<PatchLayer> MakeLayer(
       Difference math;
       ASSIGN_OR_RETURN(math.diff,
                        parts.Get(keys.has(PatchKey::kDiff) ? PatchKey::kDiff : PatchKey::kNormWeight));
+      layer.math = std::move(math);
+      break;
+    }
+    case Formula::kReplacement: {
+      Replacement math;
+      GET_PART(math.value, kScale);
       layer.math = std::move(math);
       break;
     }

@@ -31,6 +31,7 @@ enum class PatchKey {
   kDiffBias,
   kNormWeight,
   kNormBias,
+  kScale,
   kHadaW1A,
   kHadaW1B,
   kHadaW2A,
@@ -79,7 +80,7 @@ struct PatchKeys {
   std::string Format() const;
 };
 
-// "LoRA", "LoCon", "LoCon-Tucker", "LoHa", "LoKr", "full diff", "norm", "IA3", "GLoRA", "OFT", "BOFT", each
+// "LoRA", "LoCon", "LoCon-Tucker", "LoHa", "LoKr", "full diff", "norm", "set scale", "IA3", "GLoRA", "OFT", "BOFT", each
 // of the low-rank ones with "+DoRA", "+bias" (its own) or "+bias diff"; "bias diff only". Empty for an alpha
 // alone.
 std::string LayerType(const LayerKeys& keys, const NamedShapes& tensors);

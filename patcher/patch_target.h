@@ -22,6 +22,10 @@ struct PatchTarget {
   // What stands before a module path with dots ("transformer.", "diffusion_model."). "" = bare paths.
   std::vector<std::string> dotted_prefixes;
 
+  // Weights whose input a patch may grow, by tensor name: the new columns begin as zeros. Control LoRAs bring
+  // channels of their own to the input layer.
+  std::vector<std::string> growable = {};
+
   // What stands before a module path whose dots became underscores ("lora_unet_", "lora_te1_").
   std::vector<std::string> flat_prefixes;
 };

@@ -21,7 +21,8 @@ WeightView::WeightView(const WeightSet& base, const Overlay* overlay, at::Scalar
     if (decls[i].shape.size() != 1) continue;
     const at::Tensor& stored = Stored(Slot{static_cast<int32_t>(i)});
     if (Usable(stored)) continue;
-    vectors_[i] = stored.to(compute_, /*non_blocking=*/false, /*copy=*/true);
+    vectors_[i] = at::empty(stored.sizes(), stored.options().dtype(compute_));
+    Convert(Slot{static_cast<int32_t>(i)}, stored, vectors_[i]);
   }
 }
 
@@ -37,7 +38,28 @@ at::Tensor WeightView::operator()(Slot slot) const {
   const at::Tensor& converted = vectors_[static_cast<size_t>(slot.index)];
   if (converted.defined()) return converted;
   const at::Tensor& stored = Stored(slot);
-  return Usable(stored) ? stored : stored.to(compute_, /*non_blocking=*/false, /*copy=*/true);
+  if (Usable(stored)) return stored;
+  at::Tensor converted_now = at::empty(stored.sizes(), stored.options().dtype(compute_));
+  Convert(slot, stored, converted_now);
+  return converted_now;
+}
+
+void WeightView::Convert(Slot slot, const at::Tensor& stored, at::Tensor& out) const {
+  out.copy_(stored);
+  if (at::isFloat8Type(stored.scalar_type()) && base_[slot].scale != 1) out.mul_(base_[slot].scale);
+}
+
+at::Tensor WeightView::Rows(Slot slot, const at::Tensor& ids) const {
+  const at::Tensor& stored = Stored(slot);
+  const at::Tensor where = ids.to(stored.device());
+  if (!at::isFloat8Type(stored.scalar_type())) return at::embedding(stored, where).to(compute_);
+  // Bytes are moved, and then read as what they are.
+  at::Tensor bytes = stored.view(at::kByte).index_select(0, where.flatten());
+  at::Tensor rows = at::empty(bytes.sizes(), bytes.options().dtype(compute_));
+  Convert(slot, bytes.view(stored.scalar_type()), rows);
+  std::vector<int64_t> shape = ids.sizes().vec();
+  shape.push_back(stored.size(1));
+  return rows.view(shape);
 }
 
 const at::Tensor& WeightView::ComputeWeight(Slot slot) const {
@@ -48,7 +70,7 @@ const at::Tensor& WeightView::ComputeWeight(Slot slot) const {
     scratch_ = at::empty({stored.numel()}, stored.options().dtype(compute_));
   }
   shaped_ = scratch_.narrow(0, 0, stored.numel()).view(stored.sizes());
-  shaped_.copy_(stored);
+  Convert(slot, stored, shaped_);
   return shaped_;
 }
 

@@ -37,14 +37,19 @@ class WeightView {
   // REQUIRES: slot is not empty.
   at::Tensor operator()(Slot slot) const;
 
-  // The tensor as stored, merged where the overlay says so; for look-ups that convert what they took.
+  // The tensor as stored, merged where the overlay says so; for what asks for its shape.
   const at::Tensor& Stored(Slot slot) const;
+
+  // Rows of a table in the compute type: `ids` int64 [...] → [..., columns]. Converts only what it takes.
+  at::Tensor Rows(Slot slot, const at::Tensor& ids) const;
 
   // y = x·Wᵀ + b, plus what the overlay computes beside it. x: [..., in], in the compute type, on device().
   // `bias` may be an empty Slot. The result is in the compute type.
   at::Tensor Linear(Slot weight, Slot bias, const at::Tensor& x) const;
 
  private:
+  // Writes a weight's numbers in the compute type. `stored` is what Stored(slot) gives.
+  void Convert(Slot slot, const at::Tensor& stored, at::Tensor& out) const;
   // True for what kernels can take as it is: of the compute type, and aligned.
   bool Usable(const at::Tensor& stored) const {
     return stored.scalar_type() == compute_ && IsComputeAligned(stored);

@@ -10,7 +10,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "cache/error.h"
 #include "nlohmann/json.hpp"
@@ -107,19 +106,6 @@ absl::Status LoraNotFound(const std::string& name) {
 }
 
 }  // namespace
-
-bool IsValidName(absl::string_view name) {
-  if (name.empty() || name.size() > 128) return false;
-  for (absl::string_view segment : absl::StrSplit(name, '/')) {
-    if (segment.empty() || segment[0] == '.') return false;
-    for (char c : segment) {
-      const bool ok = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
-                      c == '_' || c == '-';
-      if (!ok) return false;
-    }
-  }
-  return true;
-}
 
 const Component& OpenModel::component(const std::string& component_name) const {
   const auto& components = pipeline->components();

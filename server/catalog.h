@@ -22,6 +22,7 @@
 #include "cache/mutex.h"
 #include "cache/model_cache.h"
 #include "families/family.h"
+#include "server/names.h"
 
 namespace latentd {
 
@@ -80,10 +81,6 @@ class Catalog {
   std::map<std::string, std::shared_ptr<const OpenModel>> open_ ABSL_GUARDED_BY(mu_);
   std::map<std::string, std::shared_ptr<const OpenModel>> added_ ABSL_GUARDED_BY(mu_);
 };
-
-// True for names that may be looked up: segments of [A-Za-z0-9._-] split by '/', none of them starting with a
-// dot, at most 128 bytes.
-bool IsValidName(absl::string_view name);
 
 }  // namespace latentd
 

@@ -1,7 +1,6 @@
 #include "server/conditioning_key.h"
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "server/sha256.h"
 
 namespace latentd {
@@ -10,7 +9,7 @@ ModelKey ConditioningKey(const OpenModel& model, const std::string& component, c
                          const std::vector<ConditioningSource>& sources, PatchMode mode) {
   std::string all = model.pipeline->EncodeKey(component, params);
   for (const ConditioningSource& source : sources) {
-    absl::StrAppend(&all, "\n", source.lora.ToString(), "*", absl::StrFormat("%.17g", source.weight), "/",
+    absl::StrAppend(&all, "\n", source.lora.ToString(), "*", source.strength, "/",
                     static_cast<int>(mode));
   }
   return {model.id, absl::StrCat("conditioning/", component, "/", Sha256Hex(all).substr(0, 32))};

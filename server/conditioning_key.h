@@ -15,7 +15,7 @@ namespace latentd {
 // A LoRA that changes the encoder.
 struct ConditioningSource {
   ModelKey lora;
-  double weight = 1;
+  std::string strength;  // StrengthText
 };
 
 // All that the conditioning depends on goes into it: model, encoder, prompts, and the LoRAs on the encoder,

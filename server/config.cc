@@ -51,7 +51,8 @@ const std::vector<ConfigKey>& Table() {
       {"reflection", &Config::reflection, "Answer gRPC reflection, which grpcurl needs."},
       {"health", &Config::health, "Answer grpc.health.v1."},
       {"devices", &Config::devices,
-       "Where jobs run: cpu; cuda:N, or cuda:N=SIZE with a cap; or sim:N=SIZE for a pretended device with memory "
+       "Where jobs run: cpu; cuda:N, or cuda:N=SIZE with a cap; or sim:N=SIZE for a pretended device with "
+       "memory "
        "of its own, to which copies may have a bandwidth: sim:N=SIZE,bandwidth=SIZE (per second)."},
       {"threads_per_device", &Config::threads_per_device, "Threads that compute; auto: cores / devices.",
        Unit::kNone, 1, 1024, true},
@@ -69,7 +70,8 @@ const std::vector<ConfigKey>& Table() {
        false,
        {"auto", "direct", "sidecar"}},
       {"ram_cap", &Config::ram_cap,
-       "Host memory for weights and work; auto: half of the RAM less 2 GiB, at most what the GPUs hold (32 GiB "
+       "Host memory for weights and work; auto: half of the RAM less 2 GiB, at most what the GPUs hold (32 "
+       "GiB "
        "without one), at least 4 GiB.",
        Unit::kBytes, kMiB, kAnySize, true},
       {"memory_wait_timeout", &Config::memory_wait_timeout,
@@ -79,7 +81,8 @@ const std::vector<ConfigKey>& Table() {
        Unit::kNone, 0, 0, true},
       {"residency",
        &Config::residency,
-       "Weights on devices with memory of their own. auto: all of them where there is room beside the working "
+       "Weights on devices with memory of their own. auto: all of them where there is room beside the "
+       "working "
        "memory, else a part, and the rest is streamed; full: all or an error; stream: as little as possible.",
        Unit::kNone,
        0,
@@ -100,6 +103,27 @@ const std::vector<ConfigKey>& Table() {
       {"max_queued_jobs", &Config::max_queued_jobs, "Jobs that wait in all sessions.", Unit::kNone, 1, kMany},
       {"job_timeout", &Config::job_timeout,
        "A job fails when it is not done after this time, queue included."},
+      {"upload_dir", &Config::upload_dir,
+       "Folder for LoRAs that clients upload, which are served as uploads/NAME; the server's own, and in "
+       "none of "
+       "the roots. It is made when it is not there; empty: uploads are off."},
+      {"upload_max_bytes", &Config::upload_max_bytes, "Size of an uploaded file.", Unit::kBytes, 1, kAnySize},
+      {"upload_total_bytes", &Config::upload_total_bytes,
+       "Size of all uploaded files together; when they reach it, uploads fail until some expire or are "
+       "deleted.",
+       Unit::kBytes, 1, kAnySize},
+      {"upload_ttl",
+       &Config::upload_ttl,
+       "How long an uploaded file is kept; a client may ask for less. never, or 0: until it is deleted.",
+       Unit::kNone,
+       0,
+       0,
+       true,
+       {},
+       true},
+      {"max_uploads", &Config::max_uploads, "Uploads at the same time.", Unit::kNone, 1, 1024},
+      {"upload_idle_timeout", &Config::upload_idle_timeout,
+       "An upload from which nothing comes for this long fails."},
       {"max_message_bytes", &Config::max_message_bytes, "Size of a request message.", Unit::kBytes, 64 * 1024,
        1024 * kMiB},
       {"max_image_bytes", &Config::max_image_bytes, "Size of an init image as it is sent.", Unit::kBytes,
@@ -226,7 +250,12 @@ struct SetFromText {
       return "";
     }
     absl::Duration duration;
-    if (!absl::ParseDuration(texts.back(), &duration) || duration <= absl::ZeroDuration()) {
+    const bool parsed = absl::ParseDuration(texts.back(), &duration);
+    if (parsed && duration == absl::ZeroDuration() && key.zero_is_never) {
+      value = absl::InfiniteDuration();
+      return "";
+    }
+    if (!parsed || duration <= absl::ZeroDuration()) {
       return key.has_auto ? R"(is a time above zero, such as "30s" or "10m", or "never")"
                           : R"(is a time above zero, such as "30s", "10m" or "24h")";
     }
@@ -378,6 +407,32 @@ absl::Status CheckFolders(const char* key, const Texts& folders) {
   return absl::OkStatus();
 }
 
+// True when one of two folders is the other, or is in it.
+bool Overlap(const std::string& a, const std::string& b) {
+  std::error_code error;
+  const std::filesystem::path x = std::filesystem::weakly_canonical(std::filesystem::absolute(a), error);
+  const std::filesystem::path y = std::filesystem::weakly_canonical(std::filesystem::absolute(b), error);
+  return std::mismatch(x.begin(), x.end(), y.begin(), y.end()).first == x.end() ||
+         std::mismatch(y.begin(), y.end(), x.begin(), x.end()).first == y.end();
+}
+
+absl::Status CheckUploads(const Config& config) {
+  if (config.upload_dir.empty()) return absl::OkStatus();
+  for (const Texts* roots : {&config.model_roots, &config.lora_roots}) {
+    for (const std::string& root : *roots) {
+      if (!Overlap(config.upload_dir, root)) continue;
+      return Invalid("upload_dir",
+                     absl::StrCat("'", config.upload_dir, "' and the root '", root,
+                                  "' are the same or in each other; use a folder for uploads alone"));
+    }
+  }
+  if (config.upload_max_bytes > config.upload_total_bytes) {
+    return Invalid("upload_max_bytes", absl::StrCat("is not above upload_total_bytes, which is ",
+                                                    BytesText(config.upload_total_bytes)));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Config> ReadConfig(const std::string& file, const std::map<std::string, Texts>& flags) {
   Config config;
   if (!file.empty()) {
@@ -430,6 +485,7 @@ absl::Status ValidateConfig(const Config& config) {
   RETURN_IF_ERROR(CheckDevices(config));
   RETURN_IF_ERROR(CheckFolders("model_roots", config.model_roots));
   RETURN_IF_ERROR(CheckFolders("lora_roots", config.lora_roots));
+  RETURN_IF_ERROR(CheckUploads(config));
   if (config.max_image_bytes + kRequestOverhead > config.max_message_bytes) {
     return Invalid("max_image_bytes",
                    absl::StrCat("is at least ", BytesText(kRequestOverhead),

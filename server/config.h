@@ -56,6 +56,13 @@ struct Config {
   int64_t max_queued_jobs = 256;
   absl::Duration job_timeout = absl::Hours(1);
 
+  std::string upload_dir;
+  int64_t upload_max_bytes = int64_t{2} << 30;
+  int64_t upload_total_bytes = int64_t{16} << 30;
+  absl::Duration upload_ttl = absl::Hours(24);
+  int64_t max_uploads = 4;
+  absl::Duration upload_idle_timeout = absl::Seconds(30);
+
   int64_t max_message_bytes = int64_t{48} << 20;
   int64_t max_image_bytes = int64_t{32} << 20;
   int64_t max_pixels = int64_t{2048} * 2048;
@@ -80,6 +87,7 @@ struct ConfigKey {
   bool has_auto = false;                  // an int64_t that may be "auto", which is 0 and may be written so;
                                           // a Duration that may be "never", which is infinite
   std::vector<std::string> choices = {};  // of a string; empty: any text
+  bool zero_is_never = false;             // a Duration with has_auto: "0" is another way to say "never"
 };
 
 // All keys, in the order in which they are shown.

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 
@@ -139,6 +140,31 @@ TEST(ConfigValidation, AnImageFitsIntoAMessage) {
   Config config;
   config.max_message_bytes = config.max_image_bytes;
   EXPECT_THAT(std::string(ValidateConfig(config).message()), StartsWith("max_image_bytes: "));
+}
+
+TEST(ConfigValidation, UploadsHaveAFolderOfTheirOwn) {
+  const std::string root = ::testing::TempDir() + "/config_test_root";
+  std::filesystem::create_directories(root + "/sub");
+  Config config;
+  config.lora_roots = {root + "/sub"};
+  for (const char* folder : {"/sub", "/sub/uploads", "/sub/../sub", "", "/nothing/../sub/x"}) {
+    config.upload_dir = root + folder;
+    EXPECT_THAT(std::string(ValidateConfig(config).message()), StartsWith("upload_dir: ")) << folder;
+  }
+  config.upload_dir = root + "/subway";
+  EXPECT_TRUE(ValidateConfig(config).ok());
+  config.upload_total_bytes = config.upload_max_bytes - 1;
+  EXPECT_THAT(std::string(ValidateConfig(config).message()), StartsWith("upload_max_bytes: "));
+}
+
+TEST(ConfigToml, UploadsAreKeptForGoodWithZeroOrNever) {
+  for (const char* text : {"upload_ttl = \"0\"", "upload_ttl = \"never\"", "upload_ttl = \"0s\""}) {
+    Config config;
+    ASSERT_TRUE(ApplyToml(text, "f.toml", config).ok()) << text;
+    EXPECT_EQ(config.upload_ttl, absl::InfiniteDuration());
+  }
+  EXPECT_THAT(TomlError("keep_alive = \"0\""), HasSubstr("above zero"));
+  EXPECT_THAT(TomlError("upload_ttl = \"-1s\""), HasSubstr("above zero"));
 }
 
 TEST(ConfigCommandLine, AFlagWinsOverTheFile) {

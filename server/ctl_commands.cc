@@ -1,7 +1,12 @@
 #include "server/ctl_commands.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -9,7 +14,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "cache/error.h"
+#include "google/protobuf/util/time_util.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "latentd/v1/cache.grpc.pb.h"
 #include "latentd/v1/denoise.grpc.pb.h"
@@ -17,9 +24,12 @@
 #include "latentd/v1/server.grpc.pb.h"
 #include "server/ctl_memory.h"
 #include "server/ctl_text.h"
+#include "server/sha256.h"
 
 namespace latentd::ctl {
 namespace {
+
+constexpr size_t kUploadChunk = size_t{1} << 20;
 
 // One unary call: connects, calls `method` of Service's stub, gives the response.
 template <typename Service, typename Request, typename Response>
@@ -65,6 +75,20 @@ absl::StatusOr<Request> JobRequest(const JobOptions& job, const std::string& pro
   return request;
 }
 
+absl::Status CannotRead(const std::string& file, absl::string_view why) {
+  return MakeError(absl::StatusCode::kInternal, "LOCAL_FILE", absl::StrCat("cannot read '", file, "': ", why),
+                   {{"file", file}});
+}
+
+// The bytes at `offset`, as many as a chunk takes; none at the end.
+absl::Status ReadPiece(int fd, const std::string& file, int64_t offset, std::string& piece) {
+  piece.resize(kUploadChunk);
+  const ssize_t got = pread(fd, piece.data(), piece.size(), offset);
+  if (got < 0) return CannotRead(file, std::strerror(errno));
+  piece.resize(static_cast<size_t>(got));
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, const std::string& prompt) {
@@ -74,8 +98,10 @@ absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, con
   JobOutput::Options options;
   options.out = job.out;
   if (job.out.empty() && !global.json && !job.show) {
-    const bool jpeg = request.params().image_format() == v1::IMAGE_FORMAT_JPEG;
-    options.out = jpeg ? "latentd-{seed}.jpg" : "latentd-{seed}.png";
+    const v1::ImageFormat format = request.params().image_format();
+    options.out = absl::StrCat("latentd-{seed}.", format == v1::IMAGE_FORMAT_JPEG      ? "jpg"
+                                                  : format == v1::IMAGE_FORMAT_LATENTS ? "safetensors"
+                                                                                       : "png");
   }
   options.count = job.count.value_or(1);
   options.quiet = global.json;
@@ -176,8 +202,11 @@ absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name
   Rows rows = {{"name", Printable(lora.name())},
                {"id", Printable(lora.id())},
                {"format", Printable(lora.format())},
+               {"family", Printable(lora.family())},
                {"size", HumanBytes(lora.bytes())},
                {"layers", absl::StrCat(lora.layers(), ", ", response.layers_with_alpha(), " with alpha")},
+               {"types", CountsText(response.layers_by_type())},
+               {"for", CountsText(response.layers_by_target())},
                {"ranks", ""}};
   std::vector<std::string> ranks;
   for (const auto& [rank, layers] : response.layers_by_rank())
@@ -194,6 +223,77 @@ absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name
     for (const std::string& key : match.unmatched_samples()) rows.push_back({"unmatched", Printable(key)});
   }
   Print(PairsText(rows));
+  return absl::OkStatus();
+}
+
+absl::Status RunUpload(const GlobalOptions& global, const UploadOptions& options) {
+  const Fd file(open(options.file.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file) return CannotRead(options.file, std::strerror(errno));
+  v1::UploadLoraRequest message;
+  v1::UploadLoraRequest::Header& header = *message.mutable_header();
+  const std::string base = options.file.substr(options.file.find_last_of('/') + 1);
+  header.set_name(options.name.empty() ? std::string(absl::StripSuffix(base, ".safetensors")) : options.name);
+  header.set_replace(options.replace);
+  if (options.ttl) {
+    *header.mutable_ttl() =
+        google::protobuf::util::TimeUtil::MillisecondsToDuration(absl::ToInt64Milliseconds(*options.ttl));
+  }
+  std::string piece;
+  Sha256 sum;
+  while (true) {
+    RETURN_IF_ERROR(ReadPiece(file.get(), options.file, header.size(), piece));
+    if (piece.empty()) break;
+    sum.Update(piece);
+    header.set_size(header.size() + static_cast<int64_t>(piece.size()));
+  }
+  header.set_sha256(sum.Finish());
+  const int64_t size = header.size();
+
+  ASSIGN_OR_RETURN(auto channel, Connect(global));
+  auto stub = v1::ModelService::NewStub(channel);
+  Call call(global, std::nullopt);
+  v1::UploadLoraResponse response;
+  auto stream = stub->UploadLora(call.context(), &response);
+  absl::Status local;
+  // A server that wants no more, because it has the file or does not take it, ends the stream: Finish says
+  // which.
+  bool open = stream->Write(message);
+  for (int64_t at = 0; open && at < size; at += static_cast<int64_t>(piece.size())) {
+    local = ReadPiece(file.get(), options.file, at, piece);
+    if (local.ok() && piece.empty()) local = CannotRead(options.file, "it became shorter");
+    if (!local.ok()) {
+      call.context()->TryCancel();
+      break;
+    }
+    message.mutable_chunk()->set_offset(at);
+    message.mutable_chunk()->set_data(piece);
+    open = stream->Write(message);
+  }
+  stream->WritesDone();
+  const absl::Status status = call.Result(stream->Finish());
+  RETURN_IF_ERROR(local);
+  RETURN_IF_ERROR(status);
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  const v1::Lora& lora = response.lora();
+  Print(absl::StrCat(
+      Printable(lora.name()), response.existed() ? ", which was there already" : "", ": ",
+      HumanBytes(lora.bytes()), ", ", lora.layers(), " layers, ",
+      lora.has_expire_time()
+          ? absl::StrCat("until ", absl::FormatTime("%Y-%m-%d %H:%M:%S %Ez",
+                                                    absl::FromUnixSeconds(lora.expire_time().seconds()),
+                                                    absl::LocalTimeZone()))
+          : "until it is deleted",
+      "\n"));
+  return absl::OkStatus();
+}
+
+absl::Status RunDelete(const GlobalOptions& global, const std::string& name) {
+  v1::DeleteLoraRequest request;
+  request.set_name(name);
+  ASSIGN_OR_RETURN(auto response,
+                   Ask<v1::ModelService>(global, &v1::ModelService::Stub::DeleteLora, request));
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  Print(absl::StrCat("deleted ", Printable(name), "\n"));
   return absl::OkStatus();
 }
 
@@ -309,7 +409,8 @@ absl::Status RunInfo(const GlobalOptions& global) {
                {"state", info.draining() ? "draining" : "serving"},
                {"default model", info.default_model().empty() ? "none" : Printable(info.default_model())},
                {"families", Printable(absl::StrJoin(info.families(), ", "))},
-               {"samplers", Printable(absl::StrJoin(info.samplers(), ", "))}};
+               {"samplers", Printable(absl::StrJoin(info.samplers(), ", "))},
+               {"schedules", Printable(absl::StrJoin(info.schedules(), ", "))}};
   for (const v1::DeviceInfo& device : info.devices()) {
     rows.push_back({"device", absl::StrCat(Printable(device.name()), ", ", device.threads(), " threads",
                                            device.memory_bytes() > 0

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "latentd/v1/cache.pb.h"
 #include "server/ctl_client.h"
 #include "server/ctl_job.h"
@@ -23,6 +24,17 @@ absl::Status RunModels(const GlobalOptions& global);
 absl::Status RunLoras(const GlobalOptions& global);
 absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name,
                             const std::optional<std::string>& model);
+
+struct UploadOptions {
+  std::string file;
+  std::string name;  // empty: the file's, without .safetensors
+  std::optional<absl::Duration> ttl;
+  bool replace = false;
+};
+
+// Reads the file twice: for its SHA-256, and to send it. Errors besides the server's: LOCAL_FILE.
+absl::Status RunUpload(const GlobalOptions& global, const UploadOptions& options);
+absl::Status RunDelete(const GlobalOptions& global, const std::string& name);
 absl::Status RunCache(const GlobalOptions& global);
 absl::Status RunTrim(const GlobalOptions& global, std::optional<int64_t> bytes);
 absl::Status RunDrop(const GlobalOptions& global, const std::string& name);

@@ -70,7 +70,7 @@ void SetInitImageStrength(const JobOptions& options, v1::GenerateParams& params)
 
 void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("-m,--model", options.model, "Model; the server's default when left out");
-  app.add_option("-l,--lora", options.loras, "LoRA as NAME or NAME:WEIGHT; may be given several times")
+  app.add_option("-l,--lora", options.loras, "LoRA as NAME[:WEIGHT][@START-END][,PATH=FACTOR…]; may be given several times")
       ->allow_extra_args(false);
   app.add_option("--patch-mode", options.patch_mode, "How LoRAs are applied")
       ->check(CLI::IsMember({"auto", "direct", "sidecar"}));
@@ -79,17 +79,28 @@ void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("-W,--width", options.width, "Pixels");
   app.add_option("-H,--height", options.height, "Pixels");
   app.add_option("-s,--steps", options.steps, "Steps");
-  app.add_option("-g,--guidance", options.guidance, "Guidance of a distilled model");
+  app.add_option("-g,--guidance", options.guidance, "Guidance: that of a distilled FLUX, or of SD");
   app.add_option("--true-cfg", options.true_cfg, "Classifier-free guidance scale");
-  app.add_option("--sampler", options.sampler, "Sampler");
+  app.add_option("--guidance-rescale", options.guidance_rescale, "SD: 0 to 1, takes back contrast of guidance");
+  app.add_option("--sampler", options.sampler, "Sampler; `latentctl info` lists them");
+  app.add_option("--schedule", options.schedule, "SD: how noise levels are spaced, karras and others");
+  app.add_option("--prompt-syntax", options.prompt_syntax, "SD: how weights are written in prompts")
+      ->check(CLI::IsMember({"plain", "compel", "a1111"}));
+  app.add_option("--prompt-2", options.prompt_2, "SDXL: prompt of the second text encoder");
+  app.add_option("--clip-skip", options.clip_skip, "SD: layers of CLIP to leave out");
   app.add_option("--shift", options.shift, "Timestep shift");
   app.add_option("--max-sequence-length", options.max_sequence_length, "Tokens of the long text encoder");
   app.add_option("--seed", options.seed, "Seed; drawn by the server when left out");
   app.add_option("-c,--count", options.count, "Pictures, of seed, seed + 1, …");
   app.add_option("-i,--image", options.image, "PNG or JPEG file to start from");
+  app.add_option("--mask", options.mask, "PNG or JPEG file: what of --image to repaint, in white");
+  app.add_option("--latents", options.latents, "Latents to go on from, of a job with --format latents");
+  app.add_option("--denoising-start", options.denoising_start, "Where the job before stopped, 0 to 1");
+  app.add_option("--denoising-end", options.denoising_end, "Where to stop, 0 to 1");
+  app.add_option("--control", options.control, "PNG or JPEG file to draw after, with a control model or LoRA");
   app.add_option("--strength", options.strength, "How much of the init image is redone, above 0 to 1");
   app.add_option("--format", options.format, "Of the pictures; else by the extension of --out")
-      ->check(CLI::IsMember({"png", "jpeg"}));
+      ->check(CLI::IsMember({"png", "jpeg", "latents"}));
   app.add_option("--vae-tiling", options.vae_tiling, "Whether pictures are decoded and encoded in tiles")
       ->check(CLI::IsMember({"never", "when-needed", "always"}));
   app.add_option("--preview-every", options.preview_every, "A preview each so many steps");
@@ -124,6 +135,15 @@ absl::StatusOr<v1::GenerateParams> Params(const JobOptions& options) {
   if (options.guidance) params.set_guidance(*options.guidance);
   if (options.true_cfg) params.set_true_cfg_scale(*options.true_cfg);
   if (options.sampler) params.set_sampler(*options.sampler);
+  if (options.schedule) params.set_schedule(*options.schedule);
+  if (options.guidance_rescale) params.set_guidance_rescale(*options.guidance_rescale);
+  if (options.prompt_2) params.set_prompt_2(*options.prompt_2);
+  if (options.clip_skip) params.set_clip_skip(*options.clip_skip);
+  if (options.denoising_start) params.set_denoising_start(*options.denoising_start);
+  if (options.denoising_end) params.set_denoising_end(*options.denoising_end);
+  v1::PromptSyntax syntax = v1::PROMPT_SYNTAX_UNSPECIFIED;
+  v1::PromptSyntax_Parse(absl::StrCat("PROMPT_SYNTAX_", absl::AsciiStrToUpper(options.prompt_syntax)), &syntax);
+  params.set_prompt_syntax(syntax);
   if (options.shift) params.set_shift(*options.shift);
   if (options.max_sequence_length) params.set_max_sequence_length(*options.max_sequence_length);
   if (options.seed) params.set_seed(*options.seed);
@@ -135,8 +155,19 @@ absl::StatusOr<v1::GenerateParams> Params(const JobOptions& options) {
   } else if (options.strength) {
     return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", "--strength needs --image");
   }
+  if (!options.mask.empty()) {
+    ASSIGN_OR_RETURN(*params.mutable_mask_image()->mutable_data(), ReadFile(options.mask));
+  }
+  if (!options.latents.empty()) {
+    ASSIGN_OR_RETURN(*params.mutable_init_latents(), ReadFile(options.latents));
+  }
+  if (!options.control.empty()) {
+    ASSIGN_OR_RETURN(*params.mutable_control_image()->mutable_data(), ReadFile(options.control));
+  }
   const bool jpeg = options.format.empty() ? IsJpegName(options.out) : options.format == "jpeg";
-  params.set_image_format(jpeg ? v1::IMAGE_FORMAT_JPEG : v1::IMAGE_FORMAT_PNG);
+  params.set_image_format(options.format == "latents" ? v1::IMAGE_FORMAT_LATENTS
+                          : jpeg                      ? v1::IMAGE_FORMAT_JPEG
+                                                      : v1::IMAGE_FORMAT_PNG);
   params.set_preview_every(options.preview_every);
   v1::VaeTiling tiling = v1::VAE_TILING_UNSPECIFIED;
   v1::VaeTiling_Parse(absl::StrCat("VAE_TILING_", absl::AsciiStrToUpper(

@@ -25,10 +25,12 @@ struct JobOptions {
 
   std::optional<std::string> negative;
   std::optional<int> width, height, steps, count, max_sequence_length;
-  std::optional<double> guidance, true_cfg, shift, strength;
-  std::optional<std::string> sampler;
+  std::optional<double> guidance, true_cfg, shift, strength, guidance_rescale, denoising_start, denoising_end;
+  std::optional<std::string> sampler, schedule, prompt_2;
+  std::optional<int> clip_skip;
+  std::string prompt_syntax;
   std::optional<uint64_t> seed;
-  std::string image;
+  std::string image, control, mask, latents;
   std::string format;
   std::string vae_tiling;
   int preview_every = 0;

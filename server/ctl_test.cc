@@ -115,6 +115,21 @@ TEST(CtlText, ALoraIsANameAndMaybeAWeight) {
   EXPECT_EQ(ErrorReason(ParseLora(":1").status()), "USAGE");
 }
 
+TEST(CtlText, ALoraMayHaveStepsAndBlocks) {
+  const auto lora = ParseLora("a/night:0.5@0.25-1,transformer.proj_out=0,text_encoder=-2");
+  ASSERT_TRUE(lora.ok()) << lora.status();
+  EXPECT_EQ(lora->name(), "a/night");
+  EXPECT_EQ(lora->weight(), 0.5);
+  EXPECT_EQ(lora->start(), 0.25);
+  EXPECT_EQ(lora->end(), 1);
+  EXPECT_EQ(lora->block_weights().at("transformer.proj_out"), 0);
+  EXPECT_EQ(lora->block_weights().at("text_encoder"), -2);
+  EXPECT_EQ(LoraText(*lora), "a/night:0.5@0.25-1,text_encoder=-2,transformer.proj_out=0");
+  for (const char* bad : {"a@1", "a@x-1", "a,b", "a,=1", "a,b=x", "@0-1"}) {
+    EXPECT_EQ(ErrorReason(ParseLora(bad).status()), "USAGE") << bad;
+  }
+}
+
 TEST(CtlText, OutputNamesDifferForSeveralPictures) {
   EXPECT_EQ(ExpandOutput("a.png", {.index = 0, .count = 1}), "a.png");
   EXPECT_EQ(ExpandOutput("a.png", {.index = 1, .count = 2}), "a-1.png");

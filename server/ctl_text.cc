@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "cache/error.h"
 
@@ -262,22 +263,46 @@ std::string MessageJson(const pb::Message& message, bool raw) {
 }
 
 absl::StatusOr<v1::LoraRef> ParseLora(absl::string_view text) {
+  const absl::Status usage =
+      MakeError(absl::StatusCode::kInvalidArgument, "USAGE",
+                "a LoRA is written NAME, NAME:WEIGHT, NAME:WEIGHT@START-END or NAME:WEIGHT,PATH=FACTOR,…");
   v1::LoraRef lora;
+  const std::vector<absl::string_view> fields = absl::StrSplit(text, ',');
+  for (size_t i = 1; i < fields.size(); ++i) {
+    const std::pair<absl::string_view, absl::string_view> entry = absl::StrSplit(fields[i], absl::MaxSplits('=', 1));
+    double factor = 0;
+    if (entry.first.empty() || !absl::SimpleAtod(entry.second, &factor)) return usage;
+    (*lora.mutable_block_weights())[std::string(entry.first)] = factor;
+  }
+  text = fields[0];
+  if (const size_t at = text.rfind('@'); at != absl::string_view::npos) {
+    const std::pair<absl::string_view, absl::string_view> range = absl::StrSplit(text.substr(at + 1), '-');
+    double start = 0, end = 1;
+    if (!absl::SimpleAtod(range.first, &start) || !absl::SimpleAtod(range.second, &end)) return usage;
+    lora.set_start(start);
+    lora.set_end(end);
+    text = text.substr(0, at);
+  }
   const size_t colon = text.rfind(':');
   double weight = 0;
   if (colon != absl::string_view::npos && absl::SimpleAtod(text.substr(colon + 1), &weight)) {
     lora.set_weight(weight);
     text = text.substr(0, colon);
   }
-  if (text.empty()) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", "a LoRA is written NAME or NAME:WEIGHT");
-  }
+  if (text.empty()) return usage;
   lora.set_name(std::string(text));
   return lora;
 }
 
 std::string LoraText(const v1::LoraRef& lora) {
-  return Printable(lora.has_weight() ? absl::StrCat(lora.name(), ":", lora.weight()) : lora.name());
+  std::string text = lora.name();
+  if (lora.has_weight()) absl::StrAppend(&text, ":", lora.weight());
+  if (lora.has_start() || lora.has_end()) {
+    absl::StrAppend(&text, "@", lora.start(), "-", lora.has_end() ? lora.end() : 1);
+  }
+  const std::map<std::string, double> blocks(lora.block_weights().begin(), lora.block_weights().end());
+  for (const auto& [path, factor] : blocks) absl::StrAppend(&text, ",", path, "=", factor);
+  return Printable(text);
 }
 
 std::string ExpandOutput(absl::string_view pattern, const OutputName& name) {

@@ -79,6 +79,7 @@ void Daemon::Drain() {
   core_->draining = true;
   if (auto* health = server_->GetHealthCheckService()) health->Shutdown();
   spdlog::info("draining for at most {}", absl::FormatDuration(core_->config.drain_timeout));
+  core_->upload_watch->Drain();
   core_->sessions->Drain(absl::Now() + core_->config.drain_timeout);
   listener_->Stop();
   server_->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);

@@ -26,7 +26,7 @@ class Daemon {
   ServerCore& core() { return *core_; }
 
   // Takes nothing new, tells the health service first, lets running jobs finish for the config's
-  // drain_timeout, then cancels what is left and stops. Blocks. Once.
+  // drain_timeout, then cancels what is left and stops. Uploads end at once. Blocks. Once.
   void Drain();
 
  private:

@@ -6,6 +6,7 @@
 #include "cache/error.h"
 #include "server/conditioning_key.h"
 #include "server/image_codec.h"
+#include "server/latents_file.h"
 #include "server/measurements.h"
 #include "server/memory_meter.h"
 #include "server/params.h"
@@ -80,22 +81,32 @@ absl::Status Job::Prepare() {
   phase_ = v1::JobInfo::PHASE_LOADING;
   const Pipeline& pipeline = *setup_.model->pipeline;
   ASSIGN_OR_RETURN(params_, ParamsFromProto(setup_.request, core_->config));
+  for (const PatchReport& report : reports_) params_.grown_inputs = std::max(params_.grown_inputs, GrownInputs(report));
   RETURN_IF_ERROR(pipeline.Validate(params_));
   RETURN_IF_ERROR(CheckPixels(params_, core_->config));
   // What is kept for the echo needs no picture.
-  if (setup_.request.has_init_image()) {
-    setup_.request.mutable_init_image()->clear_data();
-    setup_.request_memory.ShrinkTo(static_cast<int64_t>(params_.init_image.nbytes()));
+  ClearPictureFiles(setup_.request);
+  const int64_t decoded = PictureBytes(params_);
+  setup_.request_memory.ShrinkTo(decoded);
+  if (decoded > setup_.request_memory.bytes()) {
+    ASSIGN_OR_RETURN(decoded_memory_, core_->ram->Reserve({.bytes = decoded - setup_.request_memory.bytes(),
+                                                           .use = MemoryUse::kImages,
+                                                           .owner = setup_.owner,
+                                                           .what = "decoded pictures of a request",
+                                                           .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                                                           .stop = stop_.get_token()}));
   }
   steps_ = static_cast<int>(*params_.steps);
 
   for (const std::string& component : pipeline.EncoderComponents(params_)) {
     phases_.push_back({Kind::kEncode, component});
   }
-  if (params_.init_image.defined())
+  if (params_.has_pictures())
     phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
   phases_.push_back({Kind::kDenoise, pipeline.denoiser_component()});
-  phases_.push_back({Kind::kDecode, pipeline.decoder_component()});
+  if (setup_.request.image_format() != v1::IMAGE_FORMAT_LATENTS) {
+    phases_.push_back({Kind::kDecode, pipeline.decoder_component()});
+  }
   home_ = &core_->Place(*setup_.model);  // counts this job; Finish takes it off
   return AcquirePhase();
 }
@@ -104,8 +115,8 @@ ModelKey Job::CurrentConditioningKey() const {
   const std::string& component = phases_[current_].component;
   std::vector<std::pair<std::string, ConditioningSource>> named;
   for (const HeldLora& lora : *setup_.loras) {
-    if (lora.weight == 0 || lora.report.matched.count(component) == 0) continue;
-    named.push_back({lora.name, {lora.handle.key(), lora.weight}});
+    if (!lora.ActiveAt(0) || lora.report.matched.count(component) == 0) continue;
+    named.push_back({lora.name, {lora.handle.key(), StrengthText(lora.weight, lora.blocks, component)}});
   }
   std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<ConditioningSource> sources;
@@ -249,7 +260,12 @@ bool Job::RunSlice() {
     Finish(status);
     return false;
   }
-  if (!phase_over) return true;
+  if (!phase_over) {
+    const bool same = phases_[current_].kind != Kind::kDenoise ||
+                      !resources_->SetProgress(static_cast<double>(step_) / static_cast<double>(steps_));
+    if (!same) next_ = &Job::AcquirePhase;  // the next step has another set of LoRAs
+    return same;
+  }
   EndPhase();
   next_ = ++current_ < phases_.size() ? &Job::AcquirePhase : &Job::EncodePictures;
   return false;
@@ -279,14 +295,14 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
     }
     case Kind::kEncodeImage: {
       Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
-      ASSIGN_OR_RETURN(init_latents_,
+      ASSIGN_OR_RETURN(image_latents_,
                        pipeline.EncodeImage(resources_->view(), params_, resources_->options()));
       return true;
     }
     case Kind::kDenoise: {
       Stopwatch watch([&](double ms) { timings_.set_denoise_ms(timings_.denoise_ms() + ms); });
       if (denoiser_ == nullptr) {
-        ASSIGN_OR_RETURN(denoiser_, pipeline.Begin(params_, std::move(conditioning_), init_latents_));
+        ASSIGN_OR_RETURN(denoiser_, pipeline.Begin(params_, std::move(conditioning_), image_latents_));
         steps_ = static_cast<int>(denoiser_->step_count());
       }
       if (!denoiser_->done()) {
@@ -341,8 +357,35 @@ absl::Status Job::SendPreviews(int64_t step) {
   return absl::OkStatus();
 }
 
+void Job::SendFile(size_t index, const char* mime, int width, int height, const std::string& file) {
+  v1::JobEvent event;
+  auto& header = *event.mutable_image_header();
+  header.set_index(static_cast<int>(index));
+  header.set_mime(mime);
+  header.set_size(static_cast<int64_t>(file.size()));
+  header.set_width(width);
+  header.set_height(height);
+  header.set_sha256(Sha256Hex(file));
+  header.set_seed(params_.seeds[index]);
+  setup_.on_event(std::move(event));
+  for (size_t at = 0; at < file.size(); at += kChunkBytes) {
+    v1::JobEvent chunk_event;
+    auto& chunk = *chunk_event.mutable_image_chunk();
+    chunk.set_index(static_cast<int>(index));
+    chunk.set_offset(static_cast<int64_t>(at));
+    chunk.set_data(file.substr(at, kChunkBytes));
+    setup_.on_event(std::move(chunk_event));
+  }
+}
+
 absl::Status Job::EncodePictures() {
   RecordMeasurement();
+  if (setup_.request.image_format() == v1::IMAGE_FORMAT_LATENTS) {
+    for (int64_t i = 0; i < latents_.size(0); ++i) {
+      SendFile(static_cast<size_t>(i), "application/x-safetensors", static_cast<int>(*params_.width),
+               static_cast<int>(*params_.height), LatentsToFile(latents_.narrow(0, i, 1)));
+    }
+  }
   for (size_t i = 0; i < pictures_.size(); ++i) {
     if (stop_.stop_requested()) return StopReason();
     const RgbImage image = ImageFromTensor(pictures_[i]);
@@ -350,24 +393,7 @@ absl::Status Job::EncodePictures() {
     ASSIGN_OR_RETURN(std::string file, jpeg
                                            ? EncodeJpeg(image.pixels, image.width, image.height, kJpegQuality)
                                            : EncodePng(image.pixels, image.width, image.height));
-    v1::JobEvent event;
-    auto& header = *event.mutable_image_header();
-    header.set_index(static_cast<int>(i));
-    header.set_mime(jpeg ? "image/jpeg" : "image/png");
-    header.set_size(static_cast<int64_t>(file.size()));
-    header.set_width(image.width);
-    header.set_height(image.height);
-    header.set_sha256(Sha256Hex(file));
-    header.set_seed(params_.seeds[i]);
-    setup_.on_event(std::move(event));
-    for (size_t at = 0; at < file.size(); at += kChunkBytes) {
-      v1::JobEvent chunk_event;
-      auto& chunk = *chunk_event.mutable_image_chunk();
-      chunk.set_index(static_cast<int>(i));
-      chunk.set_offset(static_cast<int64_t>(at));
-      chunk.set_data(file.substr(at, kChunkBytes));
-      setup_.on_event(std::move(chunk_event));
-    }
+    SendFile(i, jpeg ? "image/jpeg" : "image/png", image.width, image.height, file);
   }
   timings_.set_total_ms(Ms(absl::Now() - setup_.created));
   timings_.set_queue_ms(std::max(0.0, timings_.total_ms() - timings_.load_ms() - timings_.encode_ms() -
@@ -427,14 +453,18 @@ void Job::Finish(absl::Status status) {
   denoiser_ = nullptr;
   conditioning_.clear();
   latents_.reset();
-  init_latents_.reset();
+  image_latents_.reset();
   pictures_.clear();
   params_.init_image.reset();
+  params_.control_image.reset();
+  params_.mask_image.reset();
+  params_.init_latents.reset();
   resources_ = nullptr;
   conditioning_locks_.clear();
   conditioning_memory_.Release();
   picture_memory_.Release();
   setup_.request_memory.Release();
+  decoded_memory_.Release();
   if (status.ok()) {
     spdlog::info("job done session={} job={} steps={} total_ms={:.0f}", setup_.owner, setup_.job_id,
                  steps_.load(), timings_.total_ms());

@@ -97,6 +97,8 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   ModelKey CurrentConditioningKey() const;
 
   void SendEncoded();
+  // A header and its chunks.
+  void SendFile(size_t index, const char* mime, int width, int height, const std::string& file);
   void BeginPhaseResources();
   // Writes down what the phase took, and lets it go.
   void EndPhase();
@@ -122,8 +124,9 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   Conditioning conditioning_;
   std::vector<LockHandle> conditioning_locks_;  // of what is a record
   Reservation conditioning_memory_;             // of the encoder that runs
+  Reservation decoded_memory_;                  // of the request's pictures, beyond what their files took
   Reservation picture_memory_;                  // of pictures on their way out
-  at::Tensor init_latents_;
+  at::Tensor image_latents_;
   at::Tensor latents_;
   std::unique_ptr<Denoiser> denoiser_;
   std::vector<at::Tensor> pictures_;  // uint8 [H, W, 3]

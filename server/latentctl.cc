@@ -50,6 +50,8 @@ struct Arguments {
   std::string idle_timeout;
   std::string lora;
   std::optional<std::string> lora_model;
+  UploadOptions upload;
+  std::string upload_ttl, delete_name;
   std::string trim;  // empty with the flag given: everything
   std::string drop;
   std::vector<std::string> cancel;
@@ -125,6 +127,17 @@ int Main(int argc, char** argv) {
   inspect->add_option("name", arguments.lora, "LoRA")->required();
   inspect->add_option("-m,--model", arguments.lora_model, "Model to match it against");
 
+  CLI::App* upload = app.add_subcommand("upload", "Send the server a LoRA file; it becomes uploads/NAME");
+  upload->add_option("file", arguments.upload.file, "A .safetensors file")->required();
+  upload->add_option("-n,--name", arguments.upload.name, "What to call it [the file's name]");
+  upload
+      ->add_option("--ttl", arguments.upload_ttl,
+                   "Keep it this long, such as 1h [as long as the server keeps files]")
+      ->check(CheckDuration);
+  upload->add_flag("--replace", arguments.upload.replace, "Take the place of another file of that name");
+  CLI::App* remove = app.add_subcommand("delete", "Delete a LoRA that was uploaded");
+  remove->add_option("name", arguments.delete_name, "As `loras` shows it: uploads/NAME")->required();
+
   CLI::App* cache = app.add_subcommand("cache", "Show what is in memory, or take it out");
   CLI::Option* trim =
       cache->add_option("--trim", arguments.trim, "Free this much, such as 2GiB, or all that nobody holds");
@@ -188,6 +201,11 @@ int Main(int argc, char** argv) {
     status = RunLoras(global);
   } else if (*inspect) {
     status = RunInspectLora(global, arguments.lora, arguments.lora_model);
+  } else if (*upload) {
+    arguments.upload.ttl = DurationOf(arguments.upload_ttl);
+    status = RunUpload(global, arguments.upload);
+  } else if (*remove) {
+    status = RunDelete(global, arguments.delete_name);
   } else if (*cache) {
     status = RunCacheCommand(arguments, trim->count() > 0);
   } else if (*load) {

@@ -221,6 +221,42 @@ class FakeModels : public v1::ModelService::Service {
   }
 };
 
+class FakeUploads : public FakeModels {
+ public:
+  grpc::Status UploadLora(grpc::ServerContext*, grpc::ServerReader<v1::UploadLoraRequest>* reader,
+                          v1::UploadLoraResponse* response) override {
+    v1::UploadLoraRequest request;
+    data.clear();
+    chunks = 0;
+    if (!reader->Read(&request)) return grpc::Status::CANCELLED;
+    header = request.header();
+    if (header.name() == "off") {
+      return ToGrpcStatus(
+          MakeError(absl::StatusCode::kUnimplemented, "UPLOADS_OFF", "this server takes no uploads"));
+    }
+    response->mutable_lora()->set_name("uploads/" + header.name());
+    response->mutable_lora()->set_bytes(header.size());
+    response->mutable_lora()->set_layers(96);
+    response->set_existed(header.name() == "there");
+    if (response->existed()) return grpc::Status::OK;
+    while (reader->Read(&request)) {
+      EXPECT_EQ(request.chunk().offset(), static_cast<int64_t>(data.size()));
+      data += request.chunk().data();
+      ++chunks;
+    }
+    return grpc::Status::OK;
+  }
+  grpc::Status DeleteLora(grpc::ServerContext*, const v1::DeleteLoraRequest* request,
+                          v1::DeleteLoraResponse*) override {
+    if (request->name() == "uploads/night") return grpc::Status::OK;
+    return ToGrpcStatus(MakeError(absl::StatusCode::kFailedPrecondition, "NOT_AN_UPLOAD", "not an upload"));
+  }
+
+  v1::UploadLoraRequest::Header header;
+  std::string data;
+  int chunks = 0;
+};
+
 class FakeCache : public v1::CacheService::Service {
  public:
   grpc::Status GetCacheStats(grpc::ServerContext*, const v1::GetCacheStatsRequest*,
@@ -404,7 +440,7 @@ class LatentctlTest : public ::testing::Test {
   const std::string folder_;
   std::string address_;
   FakeDenoise denoise_;
-  FakeModels models_;
+  FakeUploads models_;
   FakeCache cache_;
   FakeServer info_;
   FakeHealth health_;
@@ -629,6 +665,50 @@ TEST_F(LatentctlTest, LorasAreListedAndInspected) {
   const std::string out = Ctl({"inspect-lora", "night", "--model", "m"}).out;
   EXPECT_THAT(out, HasSubstr("24 of rank 8"));
   EXPECT_THAT(out, HasSubstr("transformer 24"));
+}
+
+TEST_F(LatentctlTest, UploadSendsTheFileInOrderWithItsSum) {
+  std::string data(2'500'000, 'x');
+  for (size_t i = 0; i < data.size(); i += 1000) data[i] = static_cast<char>(i / 1000);
+  std::ofstream(folder_ + "/night.safetensors", std::ios::binary) << data;
+  EXPECT_EQ(Ctl({"upload", "night.safetensors"}).out,
+            "uploads/night: 2.38 MiB, 96 layers, until it is deleted\n");
+  EXPECT_EQ(models_.data, data);
+  EXPECT_EQ(models_.chunks, 3);
+  EXPECT_EQ(models_.header.sha256(), Sha256Hex(data));
+  EXPECT_EQ(models_.header.size(), static_cast<int64_t>(data.size()));
+  EXPECT_FALSE(models_.header.has_ttl() || models_.header.replace());
+  EXPECT_EQ(Ctl({"upload", "night.safetensors", "--name", "alice/dawn", "--ttl", "90s", "--replace"}).code,
+            0);
+  EXPECT_EQ(models_.header.name(), "alice/dawn");
+  EXPECT_EQ(models_.header.ttl().seconds(), 90);
+  EXPECT_TRUE(models_.header.replace());
+}
+
+TEST_F(LatentctlTest, UploadOfAFileThatIsThereSaysSo) {
+  std::ofstream(folder_ + "/x") << std::string(5'000'000, 'x');
+  EXPECT_THAT(Ctl({"upload", "x", "--name", "there"}).out, HasSubstr("which was there already"));
+  EXPECT_EQ(json::parse(Ctl({"--json", "upload", "x", "--name", "there"}).out)["existed"], true);
+}
+
+TEST_F(LatentctlTest, UploadSaysWhatIsWrong) {
+  std::ofstream(folder_ + "/x") << std::string(5'000'000, 'x');
+  const Outcome off = Ctl({"upload", "x", "--name", "off"});
+  EXPECT_EQ(off.code, 1);
+  EXPECT_THAT(off.err, HasSubstr("UPLOADS_OFF"));
+  const Outcome missing = Ctl({"upload", "nowhere.safetensors"});
+  EXPECT_EQ(missing.code, 4);
+  EXPECT_THAT(missing.err, HasSubstr("nowhere.safetensors"));
+  EXPECT_EQ(Ctl({"upload", "."}).code, 4);
+  EXPECT_EQ(Ctl({"upload"}).code, 2);
+  EXPECT_EQ(Ctl({"upload", "x", "--ttl", "soon"}).code, 2);
+}
+
+TEST_F(LatentctlTest, DeleteTakesTheWholeName) {
+  EXPECT_EQ(Ctl({"delete", "uploads/night"}).out, "deleted uploads/night\n");
+  const Outcome own = Ctl({"delete", "night"});
+  EXPECT_EQ(own.code, 1);
+  EXPECT_THAT(own.err, HasSubstr("NOT_AN_UPLOAD"));
 }
 
 TEST_F(LatentctlTest, CacheShowsRecordsAndWhoHoldsThem) {

@@ -51,6 +51,7 @@ int main(int argc, char** argv) {
   sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);  // a limit of file size is an error of the upload that meets it
 
   auto daemon = latentd::Daemon::Start(config);
   if (!daemon.ok()) {

@@ -7,13 +7,18 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "google/protobuf/util/time_util.h"
 #include "patcher/model_patch.h"
+#include "patcher/patch_identity.h"
 #include "server/params.h"
 #include "server/unary.h"
+#include "server/upload_call.h"
 #include "spdlog/spdlog.h"
 
 namespace latentd {
 namespace {
+
+using google::protobuf::util::TimeUtil;
 
 constexpr int kDefaultPageSize = 100;
 constexpr int kMaxPageSize = 1000;
@@ -82,7 +87,7 @@ absl::StatusOr<std::shared_ptr<const ModelPatch>> ReadPatch(const LoraFile& lora
   return ModelPatch::Load(files, LoadContext([] { return false; }, [](int64_t, int64_t) {}));
 }
 
-v1::Lora ToProto(const LoraFile& lora, const PatchSummary& summary) {
+v1::Lora ToProto(const ServerCore& core, const LoraFile& lora, const PatchSummary& summary) {
   v1::Lora proto;
   proto.set_name(lora.name);
   proto.set_id(lora.id);
@@ -90,6 +95,10 @@ v1::Lora ToProto(const LoraFile& lora, const PatchSummary& summary) {
   proto.set_format(summary.format);
   proto.set_family(summary.family);
   proto.set_layers(summary.layers);
+  const auto upload = core.uploads == nullptr ? std::nullopt : core.uploads->Find(lora.name);
+  if (upload && upload->expires != absl::InfiniteFuture()) {
+    *proto.mutable_expire_time() = TimeUtil::MillisecondsToTimestamp(absl::ToUnixMillis(upload->expires));
+  }
   return proto;
 }
 
@@ -102,6 +111,10 @@ PatchSummary Summary(const LoraFile& lora) {
 }
 
 }  // namespace
+
+v1::Lora DescribeLora(const ServerCore& core, const LoraFile& lora) {
+  return ToProto(core, lora, Summary(lora));
+}
 
 grpc::ServerUnaryReactor* ModelServiceImpl::ListModels(grpc::CallbackServerContext* context,
                                                        const v1::ListModelsRequest* request,
@@ -142,7 +155,7 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListLoras(grpc::CallbackServerContex
     for (const LoraFile& lora : loras) names.push_back(lora.name);
     ASSIGN_OR_RETURN(Page page, PageOf(names, request->page_size(), request->page_token()));
     for (size_t i = page.begin; i < page.end; ++i) {
-      *response->add_loras() = ToProto(loras[i], Summary(loras[i]));
+      *response->add_loras() = DescribeLora(*core_, loras[i]);
     }
     if (page.end < names.size()) response->set_next_page_token(names[page.end - 1]);
     return absl::OkStatus();
@@ -155,13 +168,15 @@ grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerCont
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     ASSIGN_OR_RETURN(LoraFile lora, core_->catalog->Lora(request->name()));
     ASSIGN_OR_RETURN(std::shared_ptr<const ModelPatch> patch, ReadPatch(lora));
-    *response->mutable_lora() = ToProto(lora, {.format = patch->format(),
-                                               .family = patch->family(),
-                                               .layers = static_cast<int64_t>(patch->layers().size()),
-                                               .layer_types = {}});
+    *response->mutable_lora() = ToProto(*core_, lora,
+                                        {.format = patch->format(),
+                                         .family = patch->family(),
+                                         .layers = static_cast<int64_t>(patch->layers().size()),
+                                         .layer_types = {}});
     for (const PatchLayer& layer : patch->layers()) {
       if (layer.rank() > 0) ++(*response->mutable_layers_by_rank())[static_cast<int>(layer.rank())];
       ++(*response->mutable_layers_by_type())[layer.type];
+      ++(*response->mutable_layers_by_target())[ComponentOf(layer.name)];
       if (layer.has_alpha) response->set_layers_with_alpha(response->layers_with_alpha() + 1);
       if (response->sample_keys_size() < static_cast<int>(kMaxSamples)) response->add_sample_keys(layer.name);
     }
@@ -175,6 +190,28 @@ grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerCont
       ASSIGN_OR_RETURN(PatchReport report, LayerPatcher::Match(*patch, lora.name, 1.0, model->patch_targets));
       *response->mutable_match() = ReportToProto(report);
     }
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerReadReactor<v1::UploadLoraRequest>* ModelServiceImpl::UploadLora(
+    grpc::CallbackServerContext* context, v1::UploadLoraResponse* response) {
+  return NewUploadCall(core_, context, response);
+}
+
+grpc::ServerUnaryReactor* ModelServiceImpl::DeleteLora(grpc::CallbackServerContext* context,
+                                                       const v1::DeleteLoraRequest* request,
+                                                       v1::DeleteLoraResponse*) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    RETURN_IF_ERROR(CheckUploadsOn(*core_));
+    const std::string& name = request->name();
+    if (!core_->uploads->Find(name) && core_->catalog->Lora(name).ok()) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, "NOT_AN_UPLOAD",
+                       absl::StrCat(name, " is a file of the server's own; only uploads can be deleted"),
+                       {{"resource_type", "lora"}, {"resource_name", name}, {"field", "name"}});
+    }
+    RETURN_IF_ERROR(core_->uploads->Delete(name));
+    spdlog::info("upload {} was deleted", name);
     return absl::OkStatus();
   });
 }

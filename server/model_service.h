@@ -1,4 +1,4 @@
-// ModelService: what the catalog holds.
+// ModelService: what the catalog holds, and what clients add to it (upload_call.h).
 #ifndef LATENTD_SERVER_MODEL_SERVICE_H_
 #define LATENTD_SERVER_MODEL_SERVICE_H_
 
@@ -19,10 +19,18 @@ class ModelServiceImpl : public v1::ModelService::CallbackService {
                                       v1::ListLorasResponse* response) override;
   grpc::ServerUnaryReactor* InspectLora(grpc::CallbackServerContext* context, const v1::InspectLoraRequest* request,
                                         v1::InspectLoraResponse* response) override;
+  grpc::ServerReadReactor<v1::UploadLoraRequest>* UploadLora(grpc::CallbackServerContext* context,
+                                                             v1::UploadLoraResponse* response) override;
+  grpc::ServerUnaryReactor* DeleteLora(grpc::CallbackServerContext* context,
+                                       const v1::DeleteLoraRequest* request,
+                                       v1::DeleteLoraResponse* response) override;
 
  private:
   ServerCore* const core_;
 };
+
+// A LoRA as ListLoras shows it; of a file that cannot be used, name and size. Reads the file's header.
+v1::Lora DescribeLora(const ServerCore& core, const LoraFile& lora);
 
 }  // namespace latentd
 

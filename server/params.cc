@@ -6,21 +6,86 @@
 #include "ATen/ops/empty.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "server/latents_file.h"
 
 namespace latentd {
 namespace {
 
 constexpr size_t kMaxPromptBytes = 64 << 10;
 constexpr int kMaxCount = 64;
+constexpr int kMaxGuidanceList = 1000;
 
 absl::Status CheckText(const std::string& text, absl::string_view field) {
   if (text.size() <= kMaxPromptBytes) return absl::OkStatus();
   return FieldError(field, absl::StrCat("has ", text.size(), " bytes, at most ", kMaxPromptBytes, " are taken"));
 }
 
+// uint8 [H, W, 3] of a picture file.
+absl::StatusOr<at::Tensor> PictureOf(const std::string& file, absl::string_view field, const Config& config) {
+  if (file.empty()) return FieldError(field, "is empty");
+  ASSIGN_OR_RETURN(RgbImage image,
+                   DecodeImage(file, {.max_bytes = config.max_image_bytes, .max_pixels = config.max_pixels}, field));
+  at::Tensor picture = at::empty({image.height, image.width, 3}, at::kByte);
+  std::memcpy(picture.data_ptr(), image.pixels.data(), image.pixels.size());
+  return picture;
+}
+
 uint64_t DrawSeed() {
   std::random_device device;
   return device();  // 32 bits: short enough to type
+}
+
+const char* SyntaxName(v1::PromptSyntax syntax) {
+  switch (syntax) {
+    case v1::PROMPT_SYNTAX_COMPEL:
+      return "compel";
+    case v1::PROMPT_SYNTAX_A1111:
+      return "a1111";
+    default:
+      return "plain";
+  }
+}
+
+// The fields that SD families alone know; a family that does not know one refuses it.
+absl::Status SdParamsFromProto(const v1::GenerateParams& proto, const Config& config, GenerateParams& params) {
+  RETURN_IF_ERROR(CheckText(proto.prompt_2(), "params.prompt_2"));
+  RETURN_IF_ERROR(CheckText(proto.negative_prompt_2(), "params.negative_prompt_2"));
+  if (proto.has_prompt_2()) params.prompt_2 = proto.prompt_2();
+  if (proto.has_negative_prompt_2()) params.negative_prompt_2 = proto.negative_prompt_2();
+  if (!v1::PromptSyntax_IsValid(proto.prompt_syntax())) return FieldError("params.prompt_syntax", "unknown value");
+  if (proto.prompt_syntax() != v1::PROMPT_SYNTAX_UNSPECIFIED) params.prompt_syntax = SyntaxName(proto.prompt_syntax());
+  if (proto.has_clip_skip()) params.clip_skip = proto.clip_skip();
+  if (proto.has_schedule()) params.schedule = proto.schedule();
+  if (proto.has_eta()) params.eta = proto.eta();
+  if (proto.has_guidance_rescale()) params.guidance_rescale = proto.guidance_rescale();
+  if (proto.guidance_list_size() > kMaxGuidanceList) {
+    return FieldError("params.guidance_list", absl::StrCat("has more than ", kMaxGuidanceList, " entries"));
+  }
+  params.guidance_list.assign(proto.guidance_list().begin(), proto.guidance_list().end());
+  if (proto.has_denoising_start()) params.denoising_start = proto.denoising_start();
+  if (proto.has_denoising_end()) params.denoising_end = proto.denoising_end();
+  if (!proto.init_latents().empty()) {
+    ASSIGN_OR_RETURN(params.init_latents, LatentsFromFile(proto.init_latents(), "params.init_latents"));
+  }
+  if (proto.has_mask_image()) {
+    ASSIGN_OR_RETURN(params.mask_image, PictureOf(proto.mask_image().data(), "params.mask_image.data", config));
+    if (proto.mask_image().has_gradient()) params.gradient_mask = proto.mask_image().gradient();
+  }
+  if (proto.has_original_size())
+    params.original_size = PixelSize{proto.original_size().width(), proto.original_size().height()};
+  if (proto.has_target_size())
+    params.target_size = PixelSize{proto.target_size().width(), proto.target_size().height()};
+  if (proto.has_crop()) params.crop = PixelPoint{proto.crop().left(), proto.crop().top()};
+  if (proto.has_aesthetic_score()) params.aesthetic_score = proto.aesthetic_score();
+  if (proto.has_negative_aesthetic_score()) params.negative_aesthetic_score = proto.negative_aesthetic_score();
+  if (proto.has_denoise_tiles()) {
+    const v1::DenoiseTiles& tiles = proto.denoise_tiles();
+    params.tiles.emplace();
+    if (tiles.has_width()) params.tiles->width = tiles.width();
+    if (tiles.has_height()) params.tiles->height = tiles.height();
+    if (tiles.has_overlap()) params.tiles->overlap = tiles.overlap();
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -48,15 +113,19 @@ absl::StatusOr<GenerateParams> ParamsFromProto(const v1::GenerateParams& proto, 
   if (proto.preview_every() < 0) return FieldError("params.preview_every", "must not be negative");
   if (!v1::ImageFormat_IsValid(proto.image_format())) return FieldError("params.image_format", "unknown value");
 
+  RETURN_IF_ERROR(SdParamsFromProto(proto, config, params));
   if (proto.has_init_image()) {
     const v1::InitImage& init = proto.init_image();
-    if (init.data().empty()) return FieldError("params.init_image.data", "is empty");
-    ASSIGN_OR_RETURN(RgbImage image,
-                     DecodeImage(init.data(), {.max_bytes = config.max_image_bytes, .max_pixels = config.max_pixels},
-                                 "params.init_image.data"));
-    params.init_image = at::empty({image.height, image.width, 3}, at::kByte);
-    std::memcpy(params.init_image.data_ptr(), image.pixels.data(), image.pixels.size());
+    if (!params.init_latents.defined()) {  // which only want the strength
+      ASSIGN_OR_RETURN(params.init_image, PictureOf(init.data(), "params.init_image.data", config));
+    } else if (!init.data().empty()) {
+      return FieldError("params.init_latents", "stand in place of an init image; both are given");
+    }
     if (init.has_strength()) params.strength = init.strength();
+  }
+  if (proto.has_control_image()) {
+    ASSIGN_OR_RETURN(params.control_image,
+                     PictureOf(proto.control_image().data(), "params.control_image.data", config));
   }
   return params;
 }
@@ -80,11 +149,32 @@ v1::GenerateParams EchoParams(const v1::GenerateParams& request, const GenerateP
   if (used.max_sequence_length) echo.set_max_sequence_length(static_cast<int>(*used.max_sequence_length));
   echo.set_seed(used.seeds.front());
   echo.set_count(static_cast<int>(used.seeds.size()));
-  if (echo.has_init_image()) {
-    echo.mutable_init_image()->clear_data();
-    if (used.strength) echo.mutable_init_image()->set_strength(*used.strength);
-  }
+  if (used.schedule) echo.set_schedule(*used.schedule);
+  if (used.guidance_rescale) echo.set_guidance_rescale(*used.guidance_rescale);
+  if (used.clip_skip) echo.set_clip_skip(static_cast<int>(*used.clip_skip));
+  ClearPictureFiles(echo);
+  if (echo.has_init_image() && used.strength) echo.mutable_init_image()->set_strength(*used.strength);
   return echo;
+}
+
+int64_t PictureFileBytes(const v1::GenerateParams& params) {
+  return static_cast<int64_t>(params.init_image().data().size() + params.control_image().data().size() +
+                              params.mask_image().data().size() + params.init_latents().size());
+}
+
+void ClearPictureFiles(v1::GenerateParams& params) {
+  if (params.has_init_image()) params.mutable_init_image()->clear_data();
+  if (params.has_control_image()) params.mutable_control_image()->clear_data();
+  if (params.has_mask_image()) params.mutable_mask_image()->clear_data();
+  params.clear_init_latents();
+}
+
+int64_t PictureBytes(const GenerateParams& params) {
+  int64_t bytes = 0;
+  for (const at::Tensor& picture : {params.init_image, params.control_image, params.mask_image, params.init_latents}) {
+    if (picture.defined()) bytes += static_cast<int64_t>(picture.nbytes());
+  }
+  return bytes;
 }
 
 v1::LoraReport ReportToProto(const PatchReport& report) {

@@ -102,12 +102,13 @@ absl::StatusOr<std::vector<PatchSpec>> PhaseResources::Specs() {
   for (const HeldLora& lora : *setup_.loras) {
     PatchSpec spec;
     spec.name = lora.name;
-    spec.weight = lora.weight;
+    spec.weight = lora.ActiveAt(progress_) ? lora.weight : 0;
+    spec.blocks = lora.blocks;
     spec.handle = lora.handle.Share();
     spec.patch = std::static_pointer_cast<const ModelPatch>(spec.handle.resource());
     // Merging is done in host memory; what is computed beside the weights has to be where they are.
-    const bool beside = lora.weight != 0 && lora.report.matched.count(component_.name) != 0 &&
-                        setup_.patch_mode != PatchMode::kDirect;
+    const bool beside = Applies(lora) &&
+                        (setup_.patch_mode != PatchMode::kDirect || !handle_.As<WeightSet>().is_plain());
     if (beside && !setup_.device->uses_host_memory()) {
       ASSIGN_OR_RETURN(spec.residency,
                        setup_.core->cache->LockOnDevice(spec.handle, *setup_.device,
@@ -135,10 +136,11 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
           request.key, request.loader,
           {.owner = setup_.owner, .deadline = deadline, .stop = setup_.stop, .progress = setup_.on_loading}));
   // What goes beside the weights first: weights take the room that is left, and can be streamed.
-  std::vector<PatchReport> counted = *reports;  // an attempt that fails counts nothing
+  std::vector<PatchReport> counted = *reports;  // an attempt that fails counts nothing, a repeated one once
   ASSIGN_OR_RETURN(std::vector<PatchSpec> specs, Specs());
   const auto& host = handle_.As<WeightSet>();
-  const bool beside = setup_.patch_mode != PatchMode::kDirect;
+  // Merged weights may be larger than those they stand for where these are not plain: no room in a ring.
+  const bool beside = setup_.patch_mode != PatchMode::kDirect || !host.is_plain();
   auto apply = [&](std::vector<bool> resident) -> absl::Status {
     if (specs.empty()) return absl::OkStatus();
     ASSIGN_OR_RETURN(overlay_, LayerPatcher::Apply(host, *component_.patch_target, std::move(specs),
@@ -169,7 +171,11 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
   const auto& weights = residency_.As<WeightSet>();
   const ResidencyPlan& plan = residency_.plan();
   if (!beside) RETURN_IF_ERROR(apply(plan.resident));
-  *reports = std::move(counted);
+  for (size_t i = 0; i < counted.size(); ++i) {
+    const bool any = counted[i].direct_tensors + counted[i].sidecar_tensors >
+                     (*reports)[i].direct_tensors + (*reports)[i].sidecar_tensors;
+    if (any && counted_.insert(counted[i].name).second) (*reports)[i] = counted[i];
+  }
   if (plan.streams()) {
     auto source = [&host, overlay = overlay_.get()](Slot slot) -> const at::Tensor& {
       const at::Tensor* merged = overlay == nullptr ? nullptr : overlay->merged_on_host(slot);
@@ -192,11 +198,24 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
   return absl::OkStatus();
 }
 
-void PhaseResources::Release() {
+bool PhaseResources::SetProgress(double progress) {
+  const double before = std::exchange(progress_, progress);
+  const bool changes = std::any_of(setup_.loras->begin(), setup_.loras->end(), [&](const HeldLora& lora) {
+    return lora.report.matched.count(component_.name) != 0 && lora.ActiveAt(before) != lora.ActiveAt(progress);
+  });
+  if (changes) ReleaseDevice();
+  return changes;
+}
+
+void PhaseResources::ReleaseDevice() {
   view_ = nullptr;
   stream_ = nullptr;
   overlay_ = nullptr;
   residency_.Release();
+}
+
+void PhaseResources::Release() {
+  ReleaseDevice();
   handle_.Release();
 }
 

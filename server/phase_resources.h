@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <memory>
+#include <set>
 #include <stop_token>
 #include <string>
 #include <vector>
@@ -21,18 +22,11 @@
 #include "patcher/layer_patcher.h"
 #include "patcher/weight_view.h"
 #include "server/catalog.h"
+#include "server/lora_set.h"
 
 namespace latentd {
 
 struct ServerCore;
-
-// A LoRA that a session holds.
-struct HeldLora {
-  std::string name;
-  double weight = 1;
-  LockHandle handle;
-  PatchReport report;
-};
 
 // True for errors that say that memory, of whatever kind, was not there.
 bool IsOutOfMemory(const absl::Status& status);
@@ -64,6 +58,10 @@ class PhaseResources {
   // again, and repeats the slice. Returns `status` when there is no further measure.
   absl::Status Adapt(const absl::Status& status);
 
+  // The share of the steps that are done, from 0 on. True when that changes which LoRAs apply: then everything
+  // but the component's lock is let go, and the caller acquires again.
+  bool SetProgress(double progress);
+
   // Lets everything go.
   void Release();
 
@@ -79,12 +77,20 @@ class PhaseResources {
   const v1::PhaseReport& report() const { return report_; }
 
  private:
+  void ReleaseDevice();
   absl::Status TryAcquire(std::vector<PatchReport>* reports);
   absl::StatusOr<std::vector<PatchSpec>> Specs();
   void Announce(v1::JobEvent::Adapted::Measure measure, const absl::Status& reason);
 
+  // Whether a LoRA changes this component now.
+  bool Applies(const HeldLora& lora) const {
+    return lora.ActiveAt(progress_) && lora.report.matched.count(component_.name) != 0;
+  }
+
   const Setup setup_;
   const Component& component_;
+  double progress_ = 0;
+  std::set<std::string> counted_;  // LoRAs whose tensors are in the reports
   PhaseOptions options_;
   bool evicted_ = false;
   bool streams_ = false;

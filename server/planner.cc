@@ -245,6 +245,9 @@ double BytesPerNumber(const Component& component) {
          static_cast<double>(std::max<int64_t>(component.layout->parameter_count(), 1));
 }
 
+// Most of its numbers, at least.
+bool StoredAsFloat8(const Component& component) { return BytesPerNumber(component) < 1.5; }
+
 // What a component's weights will be on a device, from its description: shapes, and the file's bytes per
 // number.
 std::vector<ResourceBlock> DescribeBlocks(const Component& component) {
@@ -265,13 +268,14 @@ std::vector<ResourceBlock> DescribeBlocks(const Component& component) {
 class Planner {
  public:
   Planner(ServerCore& core, const OpenModel& model, GenerateParams params, std::vector<LoraChoice> loras,
-          PatchMode mode, v1::VaeTiling tiling)
+          PatchMode mode, v1::VaeTiling tiling, bool decodes)
       : core_(core),
         model_(model),
         params_(std::move(params)),
         loras_(std::move(loras)),
         mode_(mode),
         tiling_(tiling),
+        decodes_(decodes),
         stats_(core.cache->Stats()),
         ram_(stats_, &plan_) {
     for (const auto& executor : core.executors) {
@@ -301,19 +305,19 @@ class Planner {
       if (!ram_.Lock(lora.request.key.ToString(), "lora", lora.request.loader.estimated_bytes)) return false;
     }
     const Pipeline& pipeline = *model_.pipeline;
-    if (params_.init_image.defined() &&
-        !ram_.Promise(static_cast<int64_t>(params_.init_image.nbytes()), "pictures of a request")) {
+    if (params_.has_pictures() && !ram_.Promise(PictureBytes(params_), "pictures of a request")) {
       return false;
     }
     for (const std::string& component : pipeline.EncoderComponents(params_)) {
       if (!EncodeText(component, core_.PlaceEncoder(model_, component, home))) return false;
     }
-    if (params_.init_image.defined() &&
+    if (params_.has_pictures() &&
         !RunPhase(pipeline.image_encoder_component(), home, 1, /*can_tile=*/true)) {
       return false;
     }
     if (!RunPhase(pipeline.denoiser_component(), home, Steps(), /*can_tile=*/false)) return false;
     const auto pictures = static_cast<int64_t>(params_.seeds.size());
+    if (!decodes_) return true;
     return ram_.Promise(2 * 3 * *params_.width * *params_.height * pictures, "pictures") &&
            RunPhase(pipeline.decoder_component(), home, pictures, /*can_tile=*/true);
   }
@@ -328,7 +332,9 @@ class Planner {
   bool EncodeText(const std::string& component, Executor& executor) {
     std::vector<std::pair<std::string, ConditioningSource>> named;
     for (const LoraChoice& lora : loras_) {
-      if (Reaches(lora, component)) named.push_back({lora.name, {lora.request.key, lora.weight}});
+      if (lora.ActiveAt(0) && Reaches(lora, component)) {
+        named.push_back({lora.name, {lora.request.key, StrengthText(lora.weight, lora.blocks, component)}});
+      }
     }
     std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     std::vector<ConditioningSource> sources;
@@ -354,7 +360,7 @@ class Planner {
     const LockHandle handle = core_.cache->Peek(lora.request.key, "plan");
     if (!handle) return true;
     const auto report =
-        LayerPatcher::Match(handle.As<ModelPatch>(), lora.name, lora.weight, model_.patch_targets);
+        LayerPatcher::Match(handle.As<ModelPatch>(), lora.name, lora.weight, model_.patch_targets, lora.blocks);
     return !report.ok() || report->matched.count(component) != 0;
   }
 
@@ -433,7 +439,7 @@ class Planner {
     v1::PlanResponse::Phase unused;
     int64_t ring = 0, none = 0;
     std::vector<std::string> copies;
-    if (mode_ != PatchMode::kDirect) {
+    if (mode_ != PatchMode::kDirect || StoredAsFloat8(component)) {
       for (const LoraChoice& lora : loras_) {
         if (!Reaches(lora, component.name)) continue;
         copies.push_back(lora.request.key.ToString());
@@ -466,7 +472,7 @@ class Planner {
     return true;
   }
 
-  // What patches take for a component. Exact for LoRAs that are in memory; from the files' sizes for others.
+  // What patches take for a component, with those of a part of the steps as if they applied in all. Exact for LoRAs that are in memory; from the files' sizes for others.
   Overlay OverlayOf(const Component& component, const ModelKey& key) const {
     Overlay overlay;
     if (!component.patch_target) return overlay;
@@ -476,7 +482,10 @@ class Planner {
       if (!Reaches(lora, component.name)) continue;
       PatchSpec spec;
       spec.name = lora.name;
-      spec.weight = lora.weight;
+      // Text encoders have what applies from the start.
+      const bool applies = lora.ActiveAt(0) || component.name == model_.pipeline->denoiser_component();
+      spec.weight = applies ? lora.weight : 0;
+      spec.blocks = lora.blocks;
       spec.handle = core_.cache->Peek(lora.request.key, "plan");
       if (!spec.handle) {
         unread_bytes += lora.request.loader.estimated_bytes;
@@ -487,10 +496,11 @@ class Planner {
     }
     if (specs.empty() && unread_bytes == 0) return overlay;
     const double bytes_per_number = BytesPerNumber(component);
-    const bool direct = mode_ == PatchMode::kDirect;
+    const bool direct = mode_ == PatchMode::kDirect && !StoredAsFloat8(component);
     const bool all_read = unread_bytes == 0;
     // A file that was not read yet is taken for plain low-rank layers.
-    const auto size = LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, *component.patch_target,
+    const StorageForm form = StoredAsFloat8(component) ? StorageForm::kFloat8 : StorageForm::kPlain;
+    const auto size = LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, form, *component.patch_target,
                                                  specs, {.mode = mode_})
                           .value_or(LayerPatcher::OverlaySize{});
     overlay.record_bytes = size.merged;
@@ -528,6 +538,7 @@ class Planner {
   const std::vector<LoraChoice> loras_;
   const PatchMode mode_;
   const v1::VaeTiling tiling_;
+  const bool decodes_;
   const CacheStats stats_;
   v1::PlanResponse plan_;
   ImaginedCache ram_;
@@ -546,9 +557,11 @@ absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest
   ASSIGN_OR_RETURN(std::vector<LoraChoice> loras,
                    ResolveLoras({request.loras().begin(), request.loras().end()}, *core.catalog));
   ASSIGN_OR_RETURN(GenerateParams params, ParamsFromProto(request.params(), core.config));
+  if (!loras.empty()) params.grown_inputs = GenerateParams::kUnknownInputs;  // they may not have been read yet
   RETURN_IF_ERROR(model->pipeline->Validate(params));
   RETURN_IF_ERROR(CheckPixels(params, core.config));
-  return Planner(core, *model, std::move(params), std::move(loras), mode, request.params().vae_tiling())
+  return Planner(core, *model, std::move(params), std::move(loras), mode, request.params().vae_tiling(),
+                 request.params().image_format() != v1::IMAGE_FORMAT_LATENTS)
       .Run();
 }
 

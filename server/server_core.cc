@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "patcher/model_patch.h"
 #include "server/machine_memory.h"
 #include "server/session_scope.h"
 #include "spdlog/spdlog.h"
@@ -26,6 +27,44 @@ PatchMode DefaultPatchMode(const Config& config) {
   if (config.patch_mode == "sidecar") return PatchMode::kSidecar;
   return PatchMode::kAuto;
 }
+
+namespace {
+
+// Reads an uploaded file as a session would. Where memory for its values is taken by work that is going on,
+// names and shapes must do, and the values are looked at by whoever uses it.
+absl::Status CheckUpload(ServerCore& core, const std::string& name, const std::string& path,
+                         const std::function<bool()>& cancelled) {
+  ASSIGN_OR_RETURN(const LockRequest request, (LoraFile{name, "", 0, path}.Request()));
+  auto room = core.ram->TryReserve({.bytes = request.loader.estimated_bytes,
+                                    .use = MemoryUse::kPatches,
+                                    .owner = absl::StrCat("upload ", name),
+                                    .what = absl::StrCat("LoRA ", name)});
+  if (room.ok()) return request.loader.load(LoadContext(cancelled, [](int64_t, int64_t) {})).status();
+  if (ErrorReason(room.status()) != "BUDGET_EXHAUSTED") return room.status();
+  ASSIGN_OR_RETURN(const std::shared_ptr<const WeightFiles> files, WeightFiles::Open(path));
+  return WithPrefix(ModelPatch::Summarize(*files).status(), absl::StrCat("LoRA ", name, ": "));
+}
+
+absl::StatusOr<std::unique_ptr<UploadStore>> OpenUploads(ServerCore* core) {
+  UploadStore::Options options{.folder = core->config.upload_dir,
+                               .max_bytes = core->config.upload_max_bytes,
+                               .total_bytes = core->config.upload_total_bytes,
+                               .ttl = core->config.upload_ttl};
+  options.check = [core](const std::string& name, const std::string& path,
+                         const std::function<bool()>& cancelled) {
+    return CheckUpload(*core, name, path, cancelled);
+  };
+  // A record that nobody holds would keep the removed file's bytes on the disk.
+  options.on_gone = [core](const std::string& name) {
+    if (core->pins == nullptr) return;  // at start nothing is loaded
+    auto ids = core->pins->Ids(name);
+    if (!ids.ok()) return;
+    for (const std::string& id : *ids) core->cache->Drop({id, ""});
+  };
+  return UploadStore::Open(std::move(options));
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& config) {
   auto core = std::make_unique<ServerCore>();
@@ -56,7 +95,13 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& con
     spdlog::info("ram_cap={} of {}: {}", cap.bytes, machine, cap.rule);
   }
   core->cache = std::make_unique<ModelCache>(core->ram.get(), devices);
-  core->catalog = std::make_unique<Catalog>(config.model_roots, config.lora_roots);
+  std::vector<std::string> lora_roots = config.lora_roots;
+  if (!config.upload_dir.empty()) {
+    ASSIGN_OR_RETURN(core->uploads, OpenUploads(core.get()));
+    // Last, so that it hides nothing of the others.
+    lora_roots.push_back(core->uploads->folder());
+  }
+  core->catalog = std::make_unique<Catalog>(config.model_roots, lora_roots);
   core->measurements = std::make_unique<Measurements>(StateFolder(config));
   core->pins = std::make_unique<PinBoard>(core.get());
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
@@ -66,6 +111,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& con
   const auto loaders = static_cast<int>(config.loader_threads);
   // A session waits for memory in at most one place, so this many can never all be stuck.
   core->workers = std::make_unique<WorkerPool>(loaders, loaders + static_cast<int>(config.max_sessions) + 16);
+  core->upload_watch = std::make_unique<UploadWatch>(core.get());
   core->sessions = std::make_unique<SessionRegistry>(core.get());
   return core;
 }
@@ -84,6 +130,7 @@ std::string StateFolder(const Config& config) {
 }
 
 ServerCore::~ServerCore() {
+  if (upload_watch != nullptr) upload_watch->Drain();
   if (sessions != nullptr) sessions->Drain(absl::InfinitePast());
 }
 

@@ -17,6 +17,8 @@
 #include "server/executor.h"
 #include "server/measurements.h"
 #include "server/pin_board.h"
+#include "server/upload_store.h"
+#include "server/upload_watch.h"
 #include "server/worker_pool.h"
 #include "cache/mutex.h"
 
@@ -27,7 +29,8 @@ class SessionRegistry;
 // Members are declared in the order in which they depend on each other, so that they end in the reverse:
 // first who runs work, then the cache, last the budgets.
 struct ServerCore {
-  // Devices and cap from the config. Errors: INVALID_ARGUMENT for a device that cannot be made.
+  // Devices and cap from the config. Errors: INVALID_ARGUMENT for a device that cannot be made; those of
+  // UploadStore::Open.
   static absl::StatusOr<std::unique_ptr<ServerCore>> Create(const Config& config);
   ~ServerCore();
 
@@ -53,11 +56,13 @@ struct ServerCore {
   std::unique_ptr<RamBudget> ram;
   std::vector<std::unique_ptr<Device>> devices;
   std::unique_ptr<ModelCache> cache;
+  std::unique_ptr<UploadStore> uploads;  // null: uploads are off
   std::unique_ptr<Catalog> catalog;
   std::unique_ptr<Measurements> measurements;
   std::unique_ptr<PinBoard> pins;
   std::vector<std::unique_ptr<Executor>> executors;  // one per device, same order
   std::unique_ptr<WorkerPool> workers;
+  std::unique_ptr<UploadWatch> upload_watch;
   Mutex placing;  // held by Place
   std::unique_ptr<SessionRegistry> sessions;
 };

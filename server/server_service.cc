@@ -1,5 +1,8 @@
 #include "server/server_service.h"
 
+#include <set>
+
+#include "families/sampling/sampler.h"
 #include "google/protobuf/util/time_util.h"
 #include "server/denoise_service.h"
 #include "server/session_scope.h"
@@ -25,9 +28,15 @@ grpc::ServerUnaryReactor* ServerServiceImpl::GetServerInfo(grpc::CallbackServerC
       out.set_threads(executor->threads());
     }
     for (const Family* family : AllFamilies()) response->add_families(std::string(family->name()));
-    response->add_samplers("euler");
+    std::set<std::string> samplers = {"euler"};  // FLUX's alone
+    for (const SamplerInfo& sampler : AllSamplers()) samplers.emplace(sampler.name);
+    for (const std::string& sampler : samplers) response->add_samplers(sampler);
+    for (const char* schedule : {"karras", "exponential", "beta", "trailing", "sgm_uniform", "simple", "ays"}) {
+      response->add_schedules(schedule);
+    }
     response->add_image_formats(v1::IMAGE_FORMAT_PNG);
     response->add_image_formats(v1::IMAGE_FORMAT_JPEG);
+    response->add_image_formats(v1::IMAGE_FORMAT_LATENTS);
     *response->mutable_limits() = LimitsToProto(core_->config);
     response->set_draining(core_->draining);
     response->set_default_model(core_->config.default_model);

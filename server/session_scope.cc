@@ -86,7 +86,7 @@ absl::Status SessionScope::Admit(const std::string& job_id) {
 void SessionScope::Denoise(std::string request_id, std::string job_id, v1::GenerateParams params) {
   absl::Status admitted;
   Reservation memory;
-  if (const auto bytes = static_cast<int64_t>(params.init_image().data().size()); bytes > 0) {
+  if (const int64_t bytes = PictureFileBytes(params); bytes > 0) {
     auto promised = core_->ram->TryReserve(
         {.bytes = bytes, .use = MemoryUse::kImages, .owner = id_, .what = "pictures of a request"});
     admitted = promised.status();
@@ -249,7 +249,8 @@ absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<
   std::vector<LockRequest> requests;
   for (LoraChoice& choice : choices) {
     requests.push_back(std::move(choice.request));
-    held.push_back({choice.name, choice.weight, {}, {}});
+    held.emplace_back();
+    static_cast<LoraUse&>(held.back()) = choice;
   }
   ASSIGN_OR_RETURN(std::vector<LockHandle> handles,
                    core_->cache->LockAll(requests, {.owner = id_,
@@ -257,8 +258,8 @@ absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<
                                                     .stop = stop_.get_token()}));
   for (size_t i = 0; i < held.size(); ++i) {
     held[i].handle = std::move(handles[i]);
-    ASSIGN_OR_RETURN(held[i].report, LayerPatcher::Match(held[i].handle.As<ModelPatch>(), held[i].name,
-                                                         held[i].weight, model.patch_targets));
+    ASSIGN_OR_RETURN(held[i].report, LayerPatcher::Match(held[i].handle.As<ModelPatch>(), held[i].name, held[i].weight,
+                                         model.patch_targets, held[i].blocks));
     if (held[i].report.unmatched_count > 0) {
       spdlog::warn("lora {} session={}: {} of {} layers match nothing", held[i].name, id_,
                    held[i].report.unmatched_count, held[i].report.layers_in_file);

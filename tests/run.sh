@@ -15,7 +15,7 @@ part() {  # part NAME COMMAND…: runs it and says how long it took
 }
 part "set-up" deploy/bootstrap.sh
 part "build (release)" deploy/build.sh release
-part "build (core under ASan)" deploy/build.sh asan core_tests
+part "build (core and readers of files under ASan)" deploy/build.sh asan core_tests untrusted_tests
 part "build (core under TSan)" deploy/build.sh tsan core_tests
 echo "== tests (so far $((SECONDS - began)) s)"
 exec ctest --test-dir build/release --output-on-failure "$@"

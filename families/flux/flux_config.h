@@ -20,6 +20,8 @@ struct FluxConfig {
   bool guidance_embeds = false;
   std::vector<int64_t> axes = {16, 56, 56};  // channels of a head per rotary axis; sum is head_dim
 
+  // Control models take the latents of a picture beside those that they denoise.
+  bool is_control() const { return in_channels == 2 * out_channels; }
   int64_t dim() const { return heads * head_dim; }
   int64_t mlp_dim() const { return 4 * dim(); }
 

@@ -23,8 +23,9 @@ bool IsFluxClass(absl::string_view name) {
   return absl::StartsWith(name, "Flux") && !absl::StartsWith(name, "Flux2");
 }
 
-bool IsTextToImageClass(absl::string_view name) {
-  return name == "FluxPipeline" || name == "FluxImg2ImgPipeline" || name == "FluxInpaintPipeline";
+bool IsServedClass(absl::string_view name) {
+  return name == "FluxPipeline" || name == "FluxImg2ImgPipeline" || name == "FluxInpaintPipeline" ||
+         name == "FluxControlPipeline" || name == "FluxControlImg2ImgPipeline";
 }
 
 // Which names a transformer file has, if it is a FLUX.1 transformer at all.
@@ -125,6 +126,8 @@ constexpr float kFluxFactors[16][3] = {
     {-0.1262f, -0.0982f, -0.0778f},
 };
 constexpr float kFluxBias[3] = {-0.0329f, -0.0718f, -0.0851f};
+// What diffusers' documentation draws with, of FLUX.1 Depth.
+constexpr double kControlGuidance = 10;
 constexpr double kFluxScaling = 0.3611, kFluxShift = 0.1159;
 
 void SetPublishedPreview(FluxParts& parts) {
@@ -143,9 +146,9 @@ absl::Status CheckFit(const FluxParts& parts) {
                                     parts.t5->config().dim, " channels, the transformer takes ",
                                     config.pooled_dim, " and ", config.text_dim));
   }
-  if (parts.vae->config().latent_channels * 4 != config.in_channels) {
+  if (parts.vae->config().latent_channels * 4 != config.out_channels) {
     return Unsupported(absl::StrCat("the VAE has ", parts.vae->config().latent_channels,
-                                    " latent channels, the transformer takes ", config.in_channels / 4));
+                                    " latent channels, the transformer gives ", config.out_channels / 4));
   }
   return absl::OkStatus();
 }
@@ -169,7 +172,7 @@ absl::StatusOr<std::unique_ptr<Pipeline>> FluxFamily::Open(const ModelFiles& fil
                                     "text encoders and VAE"));
   }
   const std::string name = PipelineClass(base);
-  if (!IsTextToImageClass(name)) {
+  if (!IsServedClass(name)) {
     return Unsupported(
         absl::StrCat(name.empty() ? "a folder without model_index.json" : name, " is not supported"));
   }
@@ -188,6 +191,10 @@ absl::StatusOr<std::unique_ptr<Pipeline>> FluxFamily::Open(const ModelFiles& fil
   parts.variant = dev ? "dev" : "schnell";
   parts.defaults = dev ? ModelDefaults{.steps = 28, .guidance = 3.5, .max_sequence_length = 512}
                        : ModelDefaults{.steps = 4, .guidance = 0, .max_sequence_length = 256};
+  if (parts.transformer->config().is_control()) {
+    parts.variant += "-control";
+    parts.defaults.guidance = dev ? kControlGuidance : 0;
+  }
   SetPublishedPreview(parts);
   RETURN_IF_ERROR(
       ReadSettings(base, parts.vae->config().latent_channels, parts.defaults, parts.preview));

@@ -21,6 +21,7 @@ const KeyMap* FluxLoraKeys() {
       {"single_blocks.{}.linear1.1", {"single_transformer_blocks.{}.attn.to_k"}},
       {"single_blocks.{}.linear1.2", {"single_transformer_blocks.{}.attn.to_v"}},
       {"single_blocks.{}.linear1.3", {"single_transformer_blocks.{}.proj_mlp"}},
+      {"img_in.proj", {"x_embedder"}},  // OMI's name
 
       // XLabs: 1 is the image's stream, 2 the text's.
       {"double_blocks.{}.processor.qkv_lora1",
@@ -43,6 +44,7 @@ PatchTarget FluxTransformerTarget(std::shared_ptr<const ComponentLayout> layout)
           .key_maps = {FluxNativeKeys(), FluxLoraKeys()},
           .dotted_prefixes = {"transformer.", "diffusion_model.", "base_model.model.",
                               "base_model.model.transformer.", "model.diffusion_model.", ""},
+          .growable = {"x_embedder.weight"},
           .flat_prefixes = {"lora_unet_", "lora_transformer_", "lycoris_", "oft_unet_"}};
 }
 
@@ -51,7 +53,7 @@ PatchTarget FluxClipTarget(std::shared_ptr<const ComponentLayout> layout) {
           .layout = std::move(layout),
           .key_maps = {},
           .dotted_prefixes = {"text_encoder.text_model.", "text_encoder.",
-                              "text_encoders.clip_l.transformer.text_model.", "text_model."},
+                              "text_encoders.clip_l.transformer.text_model.", "clip_l.text_model.", "clip_l.", "text_model."},
           .flat_prefixes = {"lora_te1_text_model_", "lora_te_text_model_", "lora_te1_", "lora_te_"}};
 }
 
@@ -59,7 +61,7 @@ PatchTarget FluxT5Target(std::shared_ptr<const ComponentLayout> layout) {
   return {.component = "text_encoder_2",
           .layout = std::move(layout),
           .key_maps = {},
-          .dotted_prefixes = {"text_encoder_2.", "text_encoders.t5xxl.transformer."},
+          .dotted_prefixes = {"text_encoder_2.", "text_encoders.t5xxl.transformer.", "t5."},
           .flat_prefixes = {"lora_te2_", "lora_te3_"}};
 }
 

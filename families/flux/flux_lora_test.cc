@@ -107,6 +107,25 @@ TEST(FluxLoraFormats, PartsOfFusedLayersByNumber) {
   EXPECT_EQ(outcome.tensors, outcome.matched);
 }
 
+// OneTrainer's OMI: the native names with numbered parts, encoders by what they are.
+TEST(FluxLoraFormats, Omi) {
+  Tensors file;
+  for (const Module& m : Native()) {
+    const auto parts = FluxNativeKeys()->Resolve(m.name, Transformer());
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const std::string name = m.name == "img_in" ? "img_in.proj" : m.name;
+      AddKohya(file, absl::StrCat("transformer.", name, parts.size() > 1 ? absl::StrCat(".", i) : ""),
+               {m.name, parts[i].rows, m.columns});
+    }
+  }
+  for (const Module& m : Canonical(Targets()[1])) AddKohya(file, "clip_l.text_model." + m.name, m);
+  for (const Module& m : Canonical(Targets()[2])) AddKohya(file, "t5." + m.name, m);
+  file["bundle_emb.token.clip_l"] = OfShape({4, 768});
+  const Outcome outcome = MatchAll(file, Targets());
+  EXPECT_EQ(outcome.matched, (Counts{{"transformer", 504}, {"text_encoder", 72}, {"text_encoder_2", 168}}));
+  EXPECT_EQ(outcome.ignored, 1);
+}
+
 TEST(FluxLoraFormats, XlabsProcessors) {
   Tensors file;
   for (int block = 0; block < 19; ++block) {
@@ -177,12 +196,19 @@ TEST(FluxLoraFormats, AShapeThatDoesNotFitNamesTheLayer) {
   EXPECT_THAT(std::string(report.status().message()), testing::HasSubstr("transformer.proj_out"));
 }
 
-TEST(FluxLoraFormats, AControlLoraIsRefusedByName) {
-  Tensors file = Peft("", Native());
-  file["double_blocks.0.img_attn.norm.query_norm.scale"] = OfShape({128});
-  const auto patch = ModelPatch::FromTensors(file);
-  EXPECT_EQ(patch.status().code(), absl::StatusCode::kUnimplemented);
-  EXPECT_THAT(std::string(patch.status().message()), testing::HasSubstr("control LoRA"));
+TEST(FluxLoraFormats, ControlLorasGrowTheInputAndSetNorms) {
+  Tensors file;
+  for (Module m : Native()) {
+    if (m.name == "img_in") m.columns *= 2;
+    AddPair(file, m.name + ".lora_A.weight", m.name + ".lora_B.weight", m);
+    file[m.name + ".lora_B.bias"] = OfShape({m.rows});
+  }
+  for (const std::string& name : FluxNativeKeys()->NativeModules(Transformer())) {
+    if (absl::EndsWith(name, "_norm")) file[name + ".scale"] = OfShape({128});
+  }
+  const Outcome outcome = MatchAll(file, Targets());
+  EXPECT_EQ(outcome.types, (Counts{{"LoRA+bias", 314}, {"set scale", 152}}));
+  EXPECT_EQ(outcome.grown, (Counts{{"transformer.x_embedder.weight", 128}}));
 }
 
 // ------------------------------------------------------------------------------------------ published files
@@ -191,8 +217,7 @@ TEST(FluxLoraFiles, EveryPublishedKeyListMatchesInFull) {
   auto component = [](const std::string& of) {
     return of == "unet" ? "transformer" : of == "te1" ? "text_encoder" : "text_encoder_2";
   };
-  // Grows the model's input layer.
-  CheckPublishedLists("flux1_", Targets(), component, {"flux1_bfl_control"});
+  CheckPublishedLists("flux1_", Targets(), component, {});
 }
 
 }  // namespace

@@ -33,13 +33,15 @@ struct Prompt {
 class FluxDenoiser : public Denoiser {
  public:
   FluxDenoiser(std::shared_ptr<const FluxTransformer> transformer, std::vector<float> sigmas, int64_t start,
-               std::vector<at::Tensor> pictures, std::vector<Prompt> prompts, const GenerateParams& params,
+               std::vector<at::Tensor> pictures, std::vector<at::Tensor> controls,
+               std::vector<Prompt> prompts, const GenerateParams& params,
                int64_t latent_height, int64_t latent_width)
       : transformer_(std::move(transformer)),
         sigmas_(std::move(sigmas)),
         start_(start),
         index_(start),
         pictures_(std::move(pictures)),
+        controls_(std::move(controls)),
         prompts_(std::move(prompts)),
         guidance_(*params.guidance),
         true_cfg_scale_(*params.true_cfg_scale),
@@ -60,10 +62,12 @@ class FluxDenoiser : public Denoiser {
     }
     // All pictures before any is replaced: a step that fails half-way can be repeated.
     std::vector<at::Tensor> stepped;
-    for (const at::Tensor& x : pictures_) {
-      at::Tensor velocity = (*transformer_)(w, x, modulations[0], prompts_[0].text);
+    for (size_t i = 0; i < pictures_.size(); ++i) {
+      const at::Tensor& x = pictures_[i];
+      const at::Tensor input = Input(w, i);
+      at::Tensor velocity = (*transformer_)(w, input, modulations[0], prompts_[0].text);
       if (prompts_.size() > 1) {
-        const at::Tensor negative = (*transformer_)(w, x, modulations[1], prompts_[1].text);
+        const at::Tensor negative = (*transformer_)(w, input, modulations[1], prompts_[1].text);
         velocity = velocity.sub_(negative).mul_(true_cfg_scale_).add_(negative);
       }
       stepped.push_back(EulerStep(x, velocity, sigma, next));
@@ -91,10 +95,18 @@ class FluxDenoiser : public Denoiser {
  private:
   int64_t last() const { return static_cast<int64_t>(sigmas_.size()) - 1; }
 
+  // A picture's tokens, with those of its control image beside them. A control LoRA that applies to a part of the
+  // steps alone leaves the model's own input in the others.
+  at::Tensor Input(const WeightView& w, size_t i) const {
+    if (controls_.empty() || transformer_->Inputs(w) == pictures_[i].size(2)) return pictures_[i];
+    return at::cat({pictures_[i], controls_[i]}, 2);
+  }
+
   // Brings what Begin was given to where the weights are. What they make of the prompts is the same in all
   // steps. A first step that failed does it once more, at no cost where it is done.
   void Prepare(const WeightView& w) {
     for (at::Tensor& x : pictures_) x = x.to(w.device());
+    for (at::Tensor& x : controls_) x = x.to(w.device());
     for (Prompt& prompt : prompts_) {
       prompt.text = transformer_->PrepareText(w, prompt.t5, height_ / 2, width_ / 2);
       prompt.conditioning = transformer_->PrepareConditioning(w, prompt.pooled, guidance_);
@@ -106,6 +118,7 @@ class FluxDenoiser : public Denoiser {
   const int64_t start_;
   int64_t index_;                     // of the step to come, in sigmas_
   std::vector<at::Tensor> pictures_;  // packed latents, [1, tokens, 64] each; in host memory until a step
+  std::vector<at::Tensor> controls_;  // packed latents of the control image for each; empty without one
   std::vector<at::Tensor> before_;    // the same before the last step
   std::vector<Prompt> prompts_;       // wanted, then unwanted
   const double guidance_, true_cfg_scale_;
@@ -116,7 +129,7 @@ class FluxDenoiser : public Denoiser {
 
 absl::Status FluxPipeline::Validate(GenerateParams& params) const {
   const ModelDefaults& defaults = parts_.defaults;
-  RETURN_IF_ERROR(CheckKnownFields(params, {}, "FLUX.1"));
+  RETURN_IF_ERROR(CheckKnownFields(params, {"params.control_image"}, "FLUX.1"));
   RETURN_IF_ERROR(CheckPrompt("params.prompt", params.prompt));
   if (params.negative_prompt) RETURN_IF_ERROR(CheckPrompt("params.negative_prompt", *params.negative_prompt));
 
@@ -152,11 +165,32 @@ absl::Status FluxPipeline::Validate(GenerateParams& params) const {
                         absl::StrCat(*params.strength, " of ", *params.steps, " steps leaves none to run"));
     }
   }
+  RETURN_IF_ERROR(CheckControl(params));
   if (params.noise.defined()) {
     std::vector<int64_t> shape = LatentShape(params);
     shape[0] = static_cast<int64_t>(params.seeds.size());
     if (params.noise.sizes() != at::IntArrayRef(shape))
       return FieldError("params.noise", "has another shape");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FluxPipeline::CheckControl(const GenerateParams& params) const {
+  const FluxConfig& config = parts_.transformer->config();
+  const bool given = params.control_image.defined();
+  if (given) RETURN_IF_ERROR(CheckPicture("params.control_image", params.control_image));
+  if (params.grown_inputs == GenerateParams::kUnknownInputs) return absl::OkStatus();
+  const int64_t inputs = std::max(params.grown_inputs, config.in_channels);
+  if (inputs != config.out_channels && inputs != 2 * config.out_channels) {
+    return FieldError("loras", absl::StrCat("grow the model's input to ", inputs, " channels; a control LoRA makes it ",
+                                            2 * config.out_channels));
+  }
+  const bool wanted = inputs > config.out_channels;
+  if (wanted && !given) {
+    return FieldError("params.control_image", "is missing: this model, or one of the LoRAs, draws after one");
+  }
+  if (given && !wanted) {
+    return FieldError("params.control_image", "is not taken by this model without a control LoRA");
   }
   return absl::OkStatus();
 }
@@ -211,35 +245,48 @@ int64_t FluxPipeline::ConditioningBytes(const std::string& component, const Gene
 absl::StatusOr<at::Tensor> FluxPipeline::EncodeImage(const WeightView& weights, const GenerateParams& params,
                                                      const PhaseOptions& options) const {
   c10::InferenceMode inference;
-  const at::Tensor picture = ResizePicture(params.init_image, *params.width, *params.height);
-  const AutoencoderKl::Posterior posterior =
-      EncodePicture(*parts_.vae, weights, PictureToInput(weights, picture), options.tile);
-  std::vector<at::Tensor> samples;
-  for (uint64_t seed : params.seeds) {
-    samples.push_back(posterior.Sample(DrawNoise(seed, posterior.mean.sizes().vec())[0]));
+  std::vector<at::Tensor> latents;
+  for (const at::Tensor& image : {params.control_image, params.init_image}) {
+    if (!image.defined()) continue;
+    const at::Tensor picture = ResizePicture(image, *params.width, *params.height);
+    const AutoencoderKl::Posterior posterior =
+        EncodePicture(*parts_.vae, weights, PictureToInput(weights, picture), options.tile);
+    const int draw = static_cast<int>(latents.size());
+    std::vector<at::Tensor> samples;
+    for (uint64_t seed : params.seeds) {
+      samples.push_back(posterior.Sample(DrawNoise(seed, posterior.mean.sizes().vec(), draw + 1).back()));
+    }
+    latents.push_back(parts_.vae->ToModel(at::cat(samples)));
   }
-  return parts_.vae->ToModel(at::cat(samples));
+  return at::cat(latents, 1);
 }
 
 absl::StatusOr<std::unique_ptr<Denoiser>> FluxPipeline::Begin(const GenerateParams& params,
                                                               Conditioning conditioning,
-                                                              at::Tensor init_latents) const {
+                                                              at::Tensor image_latents) const {
   c10::InferenceMode inference;
   const std::vector<int64_t> shape = LatentShape(params);
   const int64_t tokens = shape[2] / 2 * (shape[3] / 2);
   std::vector<float> sigmas = FlowMatchSigmas(parts_.schedule, *params.steps, tokens, params.shift);
-  const bool from_image = init_latents.defined();
+  const bool from_image = params.init_image.defined(), controlled = params.control_image.defined();
+  // A seed's draws: samples of the pictures, in the order of EncodeImage, then noise.
+  const int draws = (controlled ? 1 : 0) + (from_image ? 1 : 0) + 1;
+  if (params.has_pictures() &&
+      image_latents.sizes().slice(1) != at::IntArrayRef({(draws - 1) * shape[1], shape[2], shape[3]})) {
+    return absl::InternalError("the latents of the request's pictures have another shape");
+  }
   const int64_t start = from_image ? StartIndex(*params.steps, *params.strength) : 0;
 
-  std::vector<at::Tensor> pictures;
+  std::vector<at::Tensor> pictures, controls;
   for (size_t i = 0; i < params.seeds.size(); ++i) {
     const auto n = static_cast<int64_t>(i);
-    // The seed's first draw went into the sample of the init image, where there is one.
     at::Tensor x = params.noise.defined() ? params.noise.narrow(0, n, 1)
-                                          : DrawNoise(params.seeds[i], shape, from_image ? 2 : 1).back();
+                                          : DrawNoise(params.seeds[i], shape, draws).back();
+    at::Tensor given = image_latents;
+    if (params.has_pictures() && given.size(0) > 1) given = given.narrow(0, n, 1);
+    if (controlled) controls.push_back(PackLatents(given.narrow(1, 0, shape[1])));
     if (from_image) {
-      const at::Tensor picture = init_latents.size(0) == 1 ? init_latents : init_latents.narrow(0, n, 1);
-      if (picture.sizes() != x.sizes()) return absl::InternalError("init latents have another shape");
+      const at::Tensor picture = given.narrow(1, given.size(1) - shape[1], shape[1]);
       x = AddNoise(picture, x, sigmas[static_cast<size_t>(start)]);
     }
     pictures.push_back(PackLatents(x));
@@ -258,7 +305,7 @@ absl::StatusOr<std::unique_ptr<Denoiser>> FluxPipeline::Begin(const GeneratePara
     prompts.push_back(std::move(negative));
   }
   return std::make_unique<FluxDenoiser>(parts_.transformer, std::move(sigmas), start, std::move(pictures),
-                                        std::move(prompts), params, shape[2], shape[3]);
+                                        std::move(controls), std::move(prompts), params, shape[2], shape[3]);
 }
 
 int64_t FluxPipeline::SmallerTile(const GenerateParams& params, int64_t tile) const {

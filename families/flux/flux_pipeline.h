@@ -1,4 +1,4 @@
-// FLUX.1 text-to-image and image-to-image: what happens between a prompt and a picture.
+// FLUX.1 text-to-image, image-to-image, and drawing after a control image: what happens between a prompt and a picture.
 //
 // Immutable; any thread. Denoisers share the network with the pipeline that made them and may outlive it.
 #ifndef LATENTD_FAMILIES_FLUX_FLUX_PIPELINE_H_
@@ -61,7 +61,7 @@ class FluxPipeline : public Pipeline {
 
   std::string denoiser_component() const override { return "transformer"; }
   absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params, Conditioning conditioning,
-                                                  at::Tensor init_latents) const override;
+                                                  at::Tensor image_latents) const override;
 
   std::string decoder_component() const override { return "vae"; }
   absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
@@ -76,6 +76,8 @@ class FluxPipeline : public Pipeline {
  private:
   // Pixels per token and direction: the VAE's factor and packing by 2×2.
   int64_t PixelsPerToken() const { return 2 * parts_.vae->config().scale(); }
+  // A control image where one is needed, and only there.
+  absl::Status CheckControl(const GenerateParams& params) const;
   std::vector<int64_t> LatentShape(const GenerateParams& params) const;  // of one picture, [1, C, h, w]
 
   FluxParts parts_;

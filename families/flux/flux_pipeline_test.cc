@@ -96,6 +96,14 @@ TEST(FluxPipelineTest, ValidateNamesTheFieldAtFault) {
        [](auto& p) {
          p.init_image = at::zeros({8, 20000, 3}, at::kByte);
        }},
+      {"params.control_image", [](auto& p) { p.control_image = at::zeros({8, 8, 3}, at::kByte); }},
+      {"params.control_image", [](auto& p) { p.grown_inputs = 128; }},
+      {"params.control_image",
+       [](auto& p) {
+         p.grown_inputs = 128;
+         p.control_image = at::zeros({8, 8, 4}, at::kByte);
+       }},
+      {"loras", [](auto& p) { p.grown_inputs = 192; }},
       {"params.noise",
        [](auto& p) {
          p.noise = at::zeros({1, 16, 8, 8});

@@ -102,7 +102,10 @@ class FluxTransformer {
   // The input of all modulations, [1, dim], at noise level `sigma`; SiLU applied.
   at::Tensor Modulation(const WeightView& w, float sigma, const FluxConditioning& conditioning) const;
 
-  // x: [1, rows · columns, in_channels] → velocity, same shape.
+  // Channels of a token that the view's weights take: in_channels, or more where a LoRA grows them.
+  int64_t Inputs(const WeightView& w) const { return w.Stored(x_embedder_.weight).size(1); }
+
+  // x: [1, rows · columns, Inputs(w)] → velocity [1, rows · columns, out_channels].
   at::Tensor operator()(const WeightView& w, const at::Tensor& x, const at::Tensor& vec,
                         const FluxText& text) const;
 

@@ -75,8 +75,7 @@ Embedding Embedding::Describe(ComponentLayout& layout, const std::string& name, 
 }
 
 at::Tensor Embedding::operator()(const WeightView& w, const at::Tensor& ids) const {
-  const at::Tensor& table = w.Stored(weight);
-  return at::embedding(table, ids.to(table.device())).to(w.compute_type());
+  return w.Rows(weight, ids);
 }
 
 at::Tensor ActivateInPlace(Activation kind, at::Tensor x) {

@@ -81,7 +81,10 @@ absl::Status SdPipeline::Validate(GenerateParams& params) const {
   RETURN_IF_ERROR(CheckRange("params.steps", static_cast<double>(*params.steps), 1, kMaxSteps));
   if (!params.guidance) params.guidance = defaults.guidance;
   RETURN_IF_ERROR(CheckRange("params.guidance", *params.guidance, 0, kMaxGuidance));
-  RETURN_IF_ERROR(CheckRange("params.guidance_list", static_cast<double>(params.guidance_list.size()), 0, kMaxSteps));
+  if (static_cast<int64_t>(params.guidance_list.size()) > *params.steps) {
+    return FieldError("params.guidance_list", absl::StrCat("has ", params.guidance_list.size(), " entries for ",
+                                                           *params.steps, " steps"));
+  }
   for (double scale : params.guidance_list) RETURN_IF_ERROR(CheckRange("params.guidance_list", scale, 0, kMaxGuidance));
   RETURN_IF_ERROR(CheckRange("params.guidance_rescale", params.guidance_rescale.value_or(0), 0, 1));
   RETURN_IF_ERROR(ValidatePrompts(params));

@@ -1,7 +1,7 @@
 #include "families/text/clip_text_model.h"
 
 #include <algorithm>
-#include <limits>
+#include <cmath>
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
@@ -17,6 +17,13 @@ int64_t PooledRow(const std::vector<int64_t>& ids, int64_t eos) {
   if (eos == kOldConfigEos) return std::max_element(ids.begin(), ids.end()) - ids.begin();
   const auto found = std::find(ids.begin(), ids.end(), eos);
   return found == ids.end() ? 0 : found - ids.begin();
+}
+
+// [1, 1, tokens, tokens]: what is later or masked is not attended to.
+at::Tensor CausalBias(const std::vector<int64_t>& mask, const at::Tensor& like) {
+  const auto length = static_cast<int64_t>(mask.size());
+  const at::Tensor seen = at::ones({length, length}, at::kBool).tril().logical_and_(at::tensor(mask).ne(0));
+  return at::zeros({1, 1, length, length}).masked_fill_(seen.logical_not(), -INFINITY).to(like.options());
 }
 
 }  // namespace
@@ -94,28 +101,15 @@ ClipTextModel::ClipTextModel(const ClipTextConfig& config) : config_(config) {
   layout_ = std::move(layout);
 }
 
-namespace {
-
-// What the causal mask and `mask` add to the scores, [1, 1, tokens, tokens].
-at::Tensor MaskBias(const WeightView& w, const std::vector<int64_t>& mask) {
-  const auto length = static_cast<int64_t>(mask.size());
-  const at::Tensor seen = at::tensor(mask, at::kLong).ne(0).unsqueeze(0).expand({length, length}).tril();
-  return at::zeros({1, 1, length, length}, at::kFloat)
-      .masked_fill_(seen.logical_not(), -std::numeric_limits<float>::infinity())
-      .to(w.device(), w.compute_type());
-}
-
-}  // namespace
-
 ClipTextModel::Output ClipTextModel::operator()(const WeightView& w, const std::vector<int64_t>& ids,
                                                 const ClipTap& tap, const std::vector<int64_t>& mask) const {
-  AttentionOptions attention{.bias = {}, .causal = true};
-  if (std::find(mask.begin(), mask.end(), 0) != mask.end()) attention = {.bias = MaskBias(w, mask)};
   const auto length = static_cast<int64_t>(ids.size());
   const int64_t head_dim = config_.dim / config_.heads;
   Output output;
   at::Tensor x =
       tokens_(w, at::tensor(ids, at::kLong)).unsqueeze(0) + positions_(w, at::arange(length, at::kLong));
+  AttentionOptions attention{.bias = {}, .causal = true};
+  if (!mask.empty()) attention = {.bias = CausalBias(mask, x), .causal = false};
   auto take = [&] { output.hidden = tap.final_norm ? final_norm_(w, x) : x; };
   const size_t tapped = layers_.size() - static_cast<size_t>(tap.skip);
   for (size_t i = 0; i < layers_.size(); ++i) {

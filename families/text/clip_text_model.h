@@ -56,8 +56,8 @@ class ClipTextModel {
     at::Tensor hidden;  // [1, tokens, dim], as the tap says
     at::Tensor pooled;  // [1, dim or projection], of the last layer's; undefined where the tap leaves it out
   };
-  // `mask`: a 0 for every token that none may attend to; empty when all are seen. REQUIRES: ids.size() <=
-  // positions, every id in the vocabulary, 0 <= tap.skip < layers, the first token is seen.
+  // `mask`, where there is one, has a 0 for every token that no other may attend to; the first one is always
+  // seen. REQUIRES: ids.size() <= positions, every id in the vocabulary, 0 <= tap.skip < layers.
   Output operator()(const WeightView& w, const std::vector<int64_t>& ids, const ClipTap& tap = {},
                     const std::vector<int64_t>& mask = {}) const;
 

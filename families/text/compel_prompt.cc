@@ -259,16 +259,17 @@ class Reader {
     return true;
   }
 
-  // What stands between quotes, with \" for a quote; it stays escaped. Ends before the second quote's end.
+  // What stands between quotes, with \" for a quote; it stays escaped. Where nothing else closes them, the
+  // last escaped quote does. Ends before the second quote.
   std::optional<absl::string_view> Quoted() const {
+    std::optional<absl::string_view> inside;
     for (size_t i = at_ + 1; i < text_.size() && text_[i] != '\n' && text_[i] != '\r'; ++i) {
-      if (text_[i] == '\\' && i + 1 < text_.size() && text_[i + 1] == '"') {
-        ++i;
-      } else if (text_[i] == '"') {
-        return text_.substr(at_ + 1, i - at_ - 1);
-      }
+      const bool escaped = text_[i] == '\\' && i + 1 < text_.size() && text_[i + 1] == '"';
+      if (escaped) ++i;
+      if (text_[i] == '"') inside = text_.substr(at_ + 1, i - at_ - 1);
+      if (text_[i] == '"' && !escaped) break;
     }
-    return std::nullopt;
+    return inside;
   }
 
   bool ReadQuoted(PromptText& fragments) {

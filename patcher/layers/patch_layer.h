@@ -16,12 +16,13 @@
 #include "patcher/layers/kronecker.h"
 #include "patcher/layers/low_rank.h"
 #include "patcher/layers/oft.h"
+#include "patcher/layers/replacement.h"
 
 namespace latentd {
 
 // std::monostate: the layer changes a bias alone.
 using LayerMath =
-    std::variant<std::monostate, LowRank, Hadamard, Kronecker, Difference, Dora, Ia3, Glora, Oft, Boft>;
+    std::variant<std::monostate, LowRank, Hadamard, Kronecker, Difference, Replacement, Dora, Ia3, Glora, Oft, Boft>;
 
 struct PatchLayer {
   std::string name;  // module path as in the file, suffix taken off

@@ -41,6 +41,7 @@ TINY = Shape(heads=3, double=2, single=4, head_channels=32, axes=(8, 12, 12))  #
 TINY_TOKENS = 16
 MIDDLE = Shape(heads=6, double=1, single=5)    # 69 M parameters
 BIG = Shape(heads=10, double=1, single=3)      # 142 M
+GIGABYTE = Shape(heads=10, double=3, single=13)    # half a milliard parameters, as bf16
 MIDDLE_SIDE, MIDDLE_TOKENS, MIDDLE_STEPS = 256, 64, 4    # 256 picture tokens, 64 text tokens
 TOLERANCE = 1e-3                               # of whole runs, as in the golden tests
 
@@ -136,7 +137,8 @@ class Benchmarks:
         for i, lora in enumerate(loras):
             models.write_lora(lora, folder, rank=16, seed=10 + i)
         self.lora_switches("69-M model, rank 16", "middle", reference, loras, rounds=5, block=4)
-        self.lora_steps("69-M model", "middle", folder, inputs, MIDDLE_SIDE, MIDDLE_STEPS, rounds=4)
+        self.lora_steps("69-M model", "middle", folder, inputs, MIDDLE_SIDE, MIDDLE_STEPS, rounds=4, count=1, limit=1.10)
+        self.lora_steps("69-M model", "middle", folder, inputs, MIDDLE_SIDE, MIDDLE_STEPS, rounds=4, count=3, limit=1.15)
         self.bench("close", "middle")
 
     def streaming(self, folder: Path, inputs: Path) -> None:
@@ -211,22 +213,56 @@ class Benchmarks:
         self.table.compare(f"change of LoRA, {name}, sidecar against set_adapters of two that the network has",
                            times["sidecar"], times["choose"])
 
-    def lora_steps(self, name: str, key: str, folder: Path, inputs: Path, side: int, steps: int, rounds: int) -> None:
-        lora = self.work / f"{key}-rank16.safetensors"
-        models.write_lora(lora, folder, rank=16, seed=20)
+    def lora_steps(self, name: str, key: str, folder: Path, inputs: Path, side: int, steps: int, rounds: int,
+                   count: int = 1, limit: float | None = None) -> None:
+        loras = [self.work / f"{key}-rank16-{i}.safetensors" for i in range(count)]
+        for i, lora in enumerate(loras):
+            models.write_lora(lora, folder, rank=16, seed=20 + i)
         with_lora = f"{key}-lora"
         self.bench("open", with_lora, folder, inputs)
-        self.bench("lora", with_lora, "sidecar", 1, lora)
+        self.bench("lora", with_lora, "sidecar", 1, "+".join(map(str, loras)))
         reference = Diffusers(folder, inputs)
-        reference.replace(str(lora), low_memory=True)
+        reference.stack(loras)
         sides = {"reference": reference, "base": key, "lora": with_lora}
         t = self.run_steps(sides, side, steps, rounds)
         self.check_same(reference, with_lora)
-        self.table.compare_runs(f"step, {name} with a LoRA of rank 16 on all layers, sidecar against none", t["lora"],
-                                t["base"])
-        self.table.compare_runs(f"step, {name} with that LoRA, sidecar against diffusers and peft", t["lora"],
+        what = "a LoRA" if count == 1 else f"{count} LoRAs"
+        self.table.compare_runs(f"step, {name} with {what} of rank 16 on all layers, sidecar against none", t["lora"],
+                                t["base"], limit)
+        self.table.compare_runs(f"step, {name} with {what} of rank 16, sidecar against diffusers and peft", t["lora"],
                                 t["reference"])
         self.bench("close", with_lora)
+
+    def lora_sets(self, name: str, folder: Path, inputs: Path, switch_ms: float, rounds: int) -> None:
+        """Changes of resident sets on a model as it is stored, and what merging costs, in milliseconds."""
+        loras = [self.work / f"set-{i}.safetensors" for i in range(2)]
+        for i, lora in enumerate(loras):
+            models.write_lora(lora, folder, rank=16, seed=30 + i)
+        self.bench("open", "sets", folder, inputs)
+        reference = Diffusers(folder, inputs)
+        times = {way: [] for way in ("sidecar", "merge", "hit", "copy", "peft", "fuse")}
+        for _ in range(rounds):
+            times["sidecar"] += self.bench("lora", "sets", "sidecar", 8, *loras)["wall"][2:]
+            self.bench("no-lora", "sets")
+            times["merge"] += self.bench("lora", "sets", "direct", 2, *loras)["wall"]
+            self.bench("no-lora", "sets")
+            times["copy"] += self.bench("copy-weights", "sets", 2)["wall"]
+            times["hit"] += self.bench("lora", "sets", "merged", 8, *loras)["wall"][2:]
+            self.bench("no-lora", "sets")
+            times["peft"] += [reference.replace(str(lora), low_memory=True) for lora in loras]
+            times["fuse"].append(reference.fuse())
+            reference.drop_loras()
+        self.bench("close", "sets")
+        for what, way, beside, limit in (
+                (f"change of a resident LoRA of rank 16 on all layers, {name}, sidecar", "sidecar", "peft", switch_ms),
+                (f"the same as merged weights that are in memory, {name}", "hit", "fuse", 1.0)):
+            self.table.add(Row(f"{what} against {limit:.0f} ms (peft: {min(times[beside]):.0f} ms)",
+                               f"{min(times[way]):.2f} ms", f"{limit:.0f} ms", min(times[way]) / limit,
+                               statistics.median(times[way]) / limit, 1.0))
+        self.table.compare(f"first merge of that LoRA, {name}, against a copy of the same weights to new memory",
+                           times["merge"], times["copy"], 2.0)
+        self.table.compare(f"first merge of that LoRA, {name}, against peft's fuse_lora in fp32", times["merge"],
+                           times["fuse"])
 
     # --- files and memory ----------------------------------------------------
 
@@ -286,7 +322,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=Path, default=ROOT / "build/release")
     parser.add_argument("--work", type=Path, default=ROOT / "build/bench", help="emptied, filled, removed at the end")
-    parser.add_argument("--only", nargs="*", choices=["locks", "overhead", "demo", "middle", "files"])
+    parser.add_argument("--only", nargs="*", choices=["locks", "overhead", "demo", "middle", "loras", "files"])
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -297,7 +333,7 @@ def main() -> int:
     work = args.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    wanted = args.only or ["locks", "overhead", "demo", "middle", "files"]
+    wanted = args.only or ["locks", "overhead", "demo", "middle", "loras", "files"]
     benchmarks = Benchmarks(args.build.resolve(), work)
     demo = DEMO / "models/shapes-flux"
     try:
@@ -325,6 +361,20 @@ def main() -> int:
             benchmarks.memory({"bf16": work / "middle-bf16"})
             shutil.rmtree(folder)
             shutil.rmtree(work / "middle-bf16")
+        if "loras" in wanted:
+            count = models.write_model(work / "models/tiny-loras", demo, TINY)
+            models.write_inputs(work / "tiny-loras-inputs.safetensors", work / "models/tiny-loras", DEFAULTS["width"],
+                                TINY_TOKENS)
+            progress(f"== LoRAs, tiny model ({count / 1e6:.1f} M)")
+            benchmarks.lora_sets("tiny random model", work / "models/tiny-loras", work / "tiny-loras-inputs.safetensors",
+                                 switch_ms=5, rounds=6)
+            folder = work / "models/gigabyte"
+            count = models.write_model(folder, demo, GIGABYTE, torch.bfloat16)
+            progress(f"== LoRAs, 1-GB model ({count / 1e6:.1f} M)")
+            models.write_inputs(work / "gigabyte-inputs.safetensors", folder, MIDDLE_SIDE, MIDDLE_TOKENS)
+            benchmarks.lora_sets("1-GB random FLUX.1 in bf16", folder, work / "gigabyte-inputs.safetensors", switch_ms=20,
+                                 rounds=3)
+            shutil.rmtree(folder)
         if "files" in wanted:
             big, shifted = work / "models/big", work / "models/big-shifted"
             count = models.write_model(big, demo, BIG)

@@ -8,7 +8,6 @@
 namespace latentd::bench {
 namespace {
 
-constexpr char kLoraName[] = "lora";
 
 void CheckOk(const absl::Status& status) {
   if (!status.ok()) OrDie<int>(status);
@@ -39,7 +38,7 @@ BenchModel::BenchModel(BenchHost* host, const std::string& folder, const std::st
   }
   const auto files = OrDie(WeightFiles::Open(inputs));
   for (const auto& [name, entry] : files->tensors()) inputs_[name] = OrDie(files->Read(name));
-  DropLora();
+  DropLoras();
 }
 
 void BenchModel::Begin(int64_t side, int64_t steps) {
@@ -84,34 +83,54 @@ LockRequest BenchModel::RequestFor(const std::string& file) {
   return loras_.emplace(file, std::move(request)).first->second;
 }
 
-Elapsed BenchModel::SwitchLora(const std::string& file, PatchMode mode) {
-  const LockRequest request = RequestFor(file);
+Elapsed BenchModel::SwitchLoras(const std::vector<std::string>& files, PatchMode mode, bool keep_merged) {
+  std::vector<LockRequest> requests;
+  for (const std::string& file : files) requests.push_back(RequestFor(file));
   const Stopwatch watch;
-  LockHandle handle = OrDie(host_->cache.Lock(request.key, request.loader, {.owner = "session"}));
-  OrDie(LayerPatcher::Match(handle.As<ModelPatch>(), kLoraName, 1, targets_));
+  std::vector<LockHandle> handles = OrDie(host_->cache.LockAll(requests, {.owner = "session"}));
+  for (size_t i = 0; i < files.size(); ++i)
+    OrDie(LayerPatcher::Match(handles[i].As<ModelPatch>(), files[i], 1, targets_));
   for (const PatchTarget& target : targets_) {
     const WeightSet& weights = *weights_.at(target.component);
-    std::vector<PatchSpec> specs(1);
-    specs[0].name = kLoraName;
-    specs[0].handle = handle.Share();
-    specs[0].patch = std::static_pointer_cast<const ModelPatch>(specs[0].handle.resource());
-    auto overlay = OrDie(LayerPatcher::Apply(weights, target, std::move(specs),
-                                             {.mode = mode, .device = &host_->device, .owner = "session"}));
+    std::vector<PatchSpec> specs(files.size());
+    for (size_t i = 0; i < files.size(); ++i) {
+      specs[i].name = files[i];
+      specs[i].handle = handles[i].Share();
+      specs[i].patch = std::static_pointer_cast<const ModelPatch>(specs[i].handle.resource());
+    }
+    ApplyOptions options{.mode = mode, .device = &host_->device, .owner = "session"};
+    if (keep_merged) {
+      options.cache = &host_->cache;
+      options.component = {"model", target.component};
+    }
+    auto overlay = OrDie(LayerPatcher::Apply(weights, target, std::move(specs), options));
     views_[target.component] = std::make_unique<WeightView>(weights, overlay.get());
     overlays_[target.component] = std::move(overlay);
   }
-  session_ = std::move(handle);
+  session_ = std::move(handles);
   return watch.elapsed();
 }
 
-void BenchModel::DropLora() {
+Elapsed BenchModel::CopyWeights() const {
+  const WeightSet& weights = *weights_.at(pipeline_->denoiser_component());
+  std::vector<at::Tensor> copies;
+  const Stopwatch watch;
+  for (size_t i = 0; i < weights.layout().tensors().size(); ++i) {
+    const at::Tensor& weight = weights[Slot{static_cast<int32_t>(i)}].data;
+    if (weight.dim() == 2) copies.push_back(weight.clone());
+  }
+  return watch.elapsed();
+}
+
+void BenchModel::DropLoras() {
   for (const auto& [name, weights] : weights_) views_[name] = std::make_unique<WeightView>(*weights, nullptr);
   overlays_.clear();
-  session_.Release();
+  session_.clear();
+  host_->cache.Drop({"model", ""});
 }
 
 int64_t BenchModel::MoveToDevice(bool stream, double bandwidth) {
-  DropLora();
+  DropLoras();
   const std::string& name = pipeline_->denoiser_component();
   const WeightSet& host = *weights_.at(name);
   const std::vector<ResourceBlock> blocks = host.device_blocks();

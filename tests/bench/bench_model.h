@@ -66,7 +66,7 @@ LoadContext PlainLoad();
 std::unique_ptr<Pipeline> OpenPipeline(const std::string& folder);
 
 struct BenchHost {
-  RamBudget ram{int64_t{8} << 30};
+  RamBudget ram{int64_t{16} << 30};
   CpuDevice device{&ram};
   ModelCache cache{&ram, {&device}};
 };
@@ -82,10 +82,14 @@ class BenchModel {
   // Of the run, [C · h · w].
   std::vector<float> Latents() const;
 
-  // What a session and its next job pay when `file` replaces the LoRA they had: the look-up of a resident
-  // record, the match against all components, an overlay for each, and the end of the old ones.
-  Elapsed SwitchLora(const std::string& file, PatchMode mode);
-  void DropLora();
+  // What a session and its next job pay when `files` replace the LoRAs they had: the look-up of resident records,
+  // the match against all components, an overlay for each, and the end of the old ones. With `keep_merged`,
+  // merged weights are records of the cache, which a second switch to the same set finds again.
+  Elapsed SwitchLoras(const std::vector<std::string>& files, PatchMode mode, bool keep_merged);
+  void DropLoras();
+
+  // Copies all linear weights of the denoiser to new memory, once: what merging cannot do without.
+  Elapsed CopyWeights() const;
 
   // Moves the denoiser to a pretended device whose copies have that bandwidth (bytes per second): all of it, or
   // streamed through a ring of two blocks. Returns the bytes that each pass copies. Ends a LoRA.
@@ -102,7 +106,7 @@ class BenchModel {
   std::vector<LockHandle> resident_;          // keep the records of `loras_`
   std::map<std::string, at::Tensor> inputs_;
   // Declared so that what borrows goes first.
-  LockHandle session_;
+  std::vector<LockHandle> session_;
   std::map<std::string, std::shared_ptr<const Overlay>> overlays_;
   std::unique_ptr<SimDevice> sim_;
   std::shared_ptr<const Resource> on_sim_;

@@ -10,7 +10,10 @@
 //   begin KEY SIDE STEPS              starts a run with the LoRA that is set
 //   step KEY COUNT                    → {"wall": [one per step], "cpu": [the same]}
 //   latents KEY                       → {"latents": [...]}
-//   lora KEY MODE COUNT FILE…         takes one file after the other, COUNT times → the same, one per change
+//   lora KEY MODE COUNT SET…          takes one set after the other, COUNT times → the same, one per change. A set
+//                                     is files joined by '+'; mode sidecar, direct (merged anew each time) or
+//                                     merged (kept in the cache)
+//   copy-weights KEY COUNT            copies all linear weights to new memory, COUNT times → the same
 //   no-lora KEY
 //   to-device KEY resident|streamed BANDWIDTH   → {"bytes": that each pass copies}; see BenchModel::MoveToDevice
 //   close KEY
@@ -65,7 +68,7 @@ class Commands {
   }
 
   static PatchMode Mode(const std::string& word) {
-    if (word == "direct") return PatchMode::kDirect;
+    if (word == "direct" || word == "merged") return PatchMode::kDirect;
     return word == "sidecar" ? PatchMode::kSidecar : PatchMode::kAuto;
   }
 
@@ -90,15 +93,19 @@ class Commands {
     } else if (what == "lora") {
       const size_t files = words.size() - 4;
       for (int i = 0; i < Int(words.at(3)); ++i) {
-        times.push_back(model.SwitchLora(words.at(4 + static_cast<size_t>(i) % files), Mode(words.at(2))));
+        const std::vector<std::string> set = absl::StrSplit(words.at(4 + static_cast<size_t>(i) % files), '+');
+        times.push_back(model.SwitchLoras(set, Mode(words.at(2)), /*keep_merged=*/words.at(2) == "merged"));
       }
+      return ToJson(times);
+    } else if (what == "copy-weights") {
+      for (int i = 0; i < Int(words.at(2)); ++i) times.push_back(model.CopyWeights());
       return ToJson(times);
     } else if (what == "to-device") {
       double bandwidth = 0;
       if (!absl::SimpleAtod(words.at(3), &bandwidth)) OrDie<int>(absl::InvalidArgumentError("no number"));
       return absl::StrCat("{\"bytes\": ", model.MoveToDevice(words.at(2) == "streamed", bandwidth), "}");
     } else if (what == "no-lora") {
-      model.DropLora();
+      model.DropLoras();
     } else if (what == "close") {
       models_.erase(key);
     } else {

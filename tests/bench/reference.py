@@ -81,6 +81,22 @@ class Diffusers:
         self.adapter = name
         return 1000 * (clock() - start)
 
+    def stack(self, files: list[Path]) -> None:
+        """All of them at once."""
+        names = []
+        for file in files:
+            names.append(self._next_name())
+            self.transformer.load_lora_adapter(str(file), prefix="transformer", adapter_name=names[-1])
+        self.transformer.set_adapters(names, weights=[1.0] * len(names))
+
+    def fuse(self) -> float:
+        """The LoRA that is set, merged into the weights (and, untimed, out of them)."""
+        start = time.perf_counter()
+        self.transformer.fuse_lora()
+        ms = 1000 * (time.perf_counter() - start)
+        self.transformer.unfuse_lora()
+        return ms
+
     def hotswap(self, source) -> float:
         """The tensors of the LoRA that is set are overwritten; for LoRAs of the same layers and rank only."""
         start = clock()

@@ -133,7 +133,7 @@ class Daemon:
         self.log = folder / "latentd.log"
         self.process = subprocess.Popen(
             [BIN / "latentd", "--config", DEMO / "latentd.toml", "--listen", self.address, "--threads-per-device", "1",
-             *flags],
+             "--upload-dir", folder / "uploads", *flags],
             cwd=ROOT, stderr=self.log.open("ab"), stdout=subprocess.DEVNULL)
         self.channel = grpc.insecure_channel(self.address, options=[
             ("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)])

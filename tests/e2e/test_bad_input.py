@@ -179,7 +179,7 @@ def test_loras_that_do_not_fit(with_loras):
         "lokr": save({f"{q}.lokr_w1": np.ones((3, 3), np.float32), f"{q}.lokr_w2": np.ones((3, 3), np.float32)}),
         "oft": save({f"{q}.oft_blocks": np.zeros((9, 8, 8), np.float32)}),
         "mixed": save({**pair(q), f"{q}.mystery": np.ones((2, 2), np.float32)}),
-        "control": save({**pair(q), "double_blocks.0.img_attn.norm.query_norm.scale": np.ones(32, np.float32)}),
+        "modulation": save({**pair(q), "double_blocks.0.img_mod.lin.diff_m": np.ones(32, np.float32)}),
         "nothing": save({"x": np.ones((2, 2), np.float32)}),
         "pickle": b"PK\x03\x04" + b"\0" * 64,
     }
@@ -188,7 +188,7 @@ def test_loras_that_do_not_fit(with_loras):
         "sd15": "LORA_MISMATCH", "wide": "LORA_MISMATCH", "nan": "INVALID_LORA", "rank": "INVALID_LORA",
         "half": "INVALID_LORA", "uneven": "INVALID_LORA", "loha": "INVALID_LORA", "dora": "INVALID_LORA",
         "lokr": "LORA_MISMATCH", "oft": "LORA_MISMATCH", "mixed": "UNSUPPORTED_LORA",
-        "control": "UNSUPPORTED_LORA", "nothing": "INVALID_LORA",
+        "modulation": "UNSUPPORTED_LORA", "nothing": "INVALID_LORA",
         "pickle": "UNSAFE_FILE",
     }
     for name, reason in expected.items():

@@ -217,6 +217,8 @@ def transformers(out: Path) -> None:
     transformer_call(out, "transformer-dev", FluxTransformer2DModel.from_pretrained(out / "tiny-dev/transformer"), 3, 5, 13)
     transformer_call(out, "transformer-schnell", FluxTransformer2DModel.from_pretrained(out / "tiny-schnell/transformer"),
                      4, 7, 45)
+    for name, scaled in (("fp8", False), ("fp8-scaled", True)):
+        transformer_call(out, f"transformer-{name}", models.in_float8(models.transformer(True, 100), scaled)[1], 3, 5, 13)
     wide = models.wide_transformer(300).bfloat16().float()
     transformer_call(out, "transformer-wide", wide, 12, 9, 77)
 

@@ -54,6 +54,7 @@ def main() -> None:
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     import cases
+    import control
     import layers
     import loras
     import models
@@ -71,6 +72,7 @@ def main() -> None:
     sd_models.build_all(args.out)
     cases.write_all(args.out, demo)
     loras.write_all(args.out, demo)
+    control.write_all(args.out)
     layers.write_all(args.out)
     prompts.write_all(args.out)
     sd_cases.write_all(args.out)

@@ -127,11 +127,11 @@ RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overla
   for (const std::string& name : pipeline.EncoderComponents(params)) {
     check(pipeline.Encode(name, view(name), params, result.conditioning));
   }
-  at::Tensor init;
-  if (params.init_image.defined()) {
-    init = OrDie(pipeline.EncodeImage(view(pipeline.image_encoder_component()), params, {}), "EncodeImage");
+  at::Tensor pictures;
+  if (params.has_pictures()) {
+    pictures = OrDie(pipeline.EncodeImage(view(pipeline.image_encoder_component()), params, {}), "EncodeImage");
   }
-  auto denoiser = OrDie(pipeline.Begin(params, result.conditioning, init), "Begin");
+  auto denoiser = OrDie(pipeline.Begin(params, result.conditioning, pictures), "Begin");
   const WeightView denoiser_view = view(pipeline.denoiser_component());
   while (!denoiser->done()) {
     OrDie(denoiser->Step(denoiser_view), "Step");

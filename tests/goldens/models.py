@@ -214,6 +214,49 @@ def old_attention_names(model: AutoencoderKL) -> dict[str, torch.Tensor]:
     return out
 
 
+def in_float8(model: FluxTransformer2DModel, scaled: bool) -> tuple[dict[str, torch.Tensor], FluxTransformer2DModel]:
+    """A native file in 8-bit floats, and the model that it stands for. Scaled: matrices with a scale each, as ComfyUI
+    writes them, everything else as it was; otherwise every tensor is cast."""
+    state, out = {}, {}
+    for name, value in model.state_dict().items():
+        if scaled and value.ndim != 2:
+            state[name] = value
+            continue
+        scale = value.abs().max() / 200 if scaled else torch.tensor(1.0)
+        state[name] = (value / scale).to(torch.float8_e4m3fn).float() * scale
+    as_float8 = FluxTransformer2DModel.from_config(model.config).eval()
+    if scaled:      # the parts of a fused layer share a scale
+        for parts in fused_parts(model):
+            scale = max(model.state_dict()[p + ".weight"].abs().max() for p in parts) / 200
+            for p in parts:
+                value = model.state_dict()[p + ".weight"]
+                state[p + ".weight"] = (value / scale).to(torch.float8_e4m3fn).float() * scale
+    as_float8.load_state_dict(state)
+    for name, value in native_transformer(as_float8).items():
+        if scaled and value.ndim == 2:
+            module = name.removesuffix(".weight")
+            scale = native_transformer(model)[name].abs().max() / 200
+            out[name] = (value / scale).to(torch.float8_e4m3fn)
+            out[module + ".scale_weight"] = scale.reshape(1)
+            assert torch.equal(out[name].float() * scale, value)
+        else:
+            out[name] = value if scaled else value.to(torch.float8_e4m3fn)
+    if scaled:
+        out["scaled_fp8"] = torch.zeros(2).to(torch.float8_e4m3fn)
+    return out, as_float8
+
+
+def fused_parts(model: FluxTransformer2DModel) -> list[list[str]]:
+    fused = []
+    for i in range(model.config.num_layers):
+        fused.append([f"transformer_blocks.{i}.attn.to_{x}" for x in "qkv"])
+        fused.append([f"transformer_blocks.{i}.attn.add_{x}_proj" for x in "qkv"])
+    for i in range(model.config.num_single_layers):
+        block = f"single_transformer_blocks.{i}."
+        fused.append([block + "attn.to_q", block + "attn.to_k", block + "attn.to_v", block + "proj_mlp"])
+    return fused
+
+
 # --- folders -----------------------------------------------------------------
 
 def write_index(folder: Path) -> None:
@@ -264,6 +307,9 @@ def build_all(out: Path) -> None:
     save_file(transformer(True, 100).state_dict(), native / "dev-diffusers-names.safetensors")
     wide = {k: v.bfloat16() for k, v in native_transformer(wide_transformer(300)).items()}
     save_file(wide, native / "wide-bf16.safetensors")
+
+    for name, scaled in (("fp8", False), ("fp8-scaled", True)):
+        save_file(in_float8(transformer(True, 100), scaled)[0], native / f"{name}.safetensors")
 
     for name, model, tensors in (
             ("plain", vae(103), None),

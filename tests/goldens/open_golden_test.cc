@@ -101,7 +101,7 @@ TEST_F(OpenGolden, BrokenSettingsAreRefused) {
 }
 
 TEST_F(OpenGolden, OtherPipelinesAreRecognisedAndRefused) {
-  for (const char* name : {"FluxFillPipeline", "FluxKontextPipeline", "FluxControlPipeline"}) {
+  for (const char* name : {"FluxFillPipeline", "FluxKontextPipeline"}) {
     Replace("model_index.json", "\"FluxPipeline\"", absl::StrCat("\"", name, "\""));
     EXPECT_TRUE(Detected()) << name;
     EXPECT_EQ(OpenError(), "UNSUPPORTED_MODEL") << name;

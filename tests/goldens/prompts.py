@@ -30,6 +30,7 @@ PARSED = [
     "(\"red+ cat\", (dog in snow), bird).blend(1, -0.5, 2)", "(\"a\", \"b\").blend()", "(\"a = b\", \"c (\").blend(1, 1)",
     "(\"a cat\", \"a dog\").and()", "(\"a cat\", \"(a dog)1.2 runs\").and(1, 0.5)", "(\"\", \"a\").and()", "(a, b)", "(a, b).c",
     "na\u00efve (caf\u00e9)1.2 \u4f60\u597d++", "(a)0 b", "(((((a)1.1)1.1)1.1)1.1)1.1", "a (b)-1.5 (c)+1.5",
+    "\"\\\"", "\"\\\"= b \"c d\"+",
 ]
 
 ENCODED = [

@@ -1,4 +1,5 @@
 // Prompts against compel: how they are read, and what embeddings come out of them.
+#include <algorithm>
 #include <map>
 
 #include "ATen/ATen.h"
@@ -6,6 +7,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "families/text/clip_text_model.h"
 #include "families/text/prompt.h"
 #include "families/text/prompt_conditioning.h"
 #include "gmock/gmock.h"
@@ -107,6 +109,30 @@ TEST_P(PromptEmbeddingGolden, EmbeddingsAreThoseOfCompel) {
   EXPECT_LE(RelativeError(pair[1], golden["padded.1"]), 1e-6);
 }
 INSTANTIATE_TEST_SUITE_P(Modes, PromptEmbeddingGolden, testing::Values("windows", "truncated"));
+
+TEST(PromptEncoderGolden, MaskedTokensAreNotSeen) {
+  const c10::InferenceMode inference;
+  const Golden golden("prompts-windows");
+  const std::string folder = GoldenPath("tiny-dev/text_encoder");
+  auto config = ClipTextConfig::Load(folder + "/config.json");
+  ASSERT_TRUE(config.ok()) << config.status();
+  const ClipTextModel model(*config);
+  const auto weights = Load(folder, model.layout(), nullptr, "text_model.");
+  const WeightView view(*weights, nullptr);
+  const at::Tensor keys = golden["call_keys"].to(at::kLong).contiguous();
+  double error = 0;
+  int64_t masked = 0;
+  for (int64_t i = 0; i < keys.size(0); ++i) {
+    const int64_t* row = keys[i].const_data_ptr<int64_t>();
+    const int64_t tokens = keys.size(1) / 2;
+    const std::vector<int64_t> ids(row, row + tokens), mask(row + tokens, row + 2 * tokens);
+    masked += std::count(mask.begin(), mask.end(), 0) > 0 ? 1 : 0;
+    error = std::max(
+        error, RelativeError(model(view, ids, {}, mask).hidden, golden["call_hidden"].slice(0, i, i + 1)));
+  }
+  EXPECT_GE(masked, 5);
+  EXPECT_LE(Report("clip with masks", error), kBlockTolerance);
+}
 
 }  // namespace
 }  // namespace latentd

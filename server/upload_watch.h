@@ -1,0 +1,63 @@
+// The uploads that are going on: how many there may be, and the clock that ends those that stand still and
+// removes stored files when their time has come. Free of gRPC.
+#ifndef LATENTD_SERVER_UPLOAD_WATCH_H_
+#define LATENTD_SERVER_UPLOAD_WATCH_H_
+
+#include <map>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "cache/mutex.h"
+
+namespace latentd {
+
+struct ServerCore;
+
+// An upload, as its watch sees it. Called from any thread; does not block.
+class WatchedUpload {
+ public:
+  virtual ~WatchedUpload() = default;
+
+  // Ends itself when nothing came for too long.
+  virtual void Tick(absl::Time now) = 0;
+
+  // Ends with that status as soon as nobody works on it, and then calls UploadWatch::Remove.
+  virtual void RequestEnd(const absl::Status& status) = 0;
+};
+
+// Thread-safe.
+class UploadWatch {
+ public:
+  explicit UploadWatch(ServerCore* core);
+  // Drains.
+  ~UploadWatch();
+
+  // Errors: RESOURCE_EXHAUSTED TOO_MANY_UPLOADS; UNAVAILABLE SERVER_DRAINING.
+  absl::Status Add(std::shared_ptr<WatchedUpload> upload);
+  // The upload holds nothing any more. No-op when it was not added.
+  void Remove(const WatchedUpload* upload);
+
+  // Lets nothing new in, ends what is there, and waits for it. Blocks.
+  void Drain();
+
+ private:
+  void Watch();
+  std::vector<std::shared_ptr<WatchedUpload>> All() const;
+
+  ServerCore* const core_;
+  mutable Mutex mu_;
+  CondVar changed_;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  bool draining_ ABSL_GUARDED_BY(mu_) = false;
+  bool removing_ ABSL_GUARDED_BY(mu_) = false;  // expired files, on a worker
+  std::map<const WatchedUpload*, std::shared_ptr<WatchedUpload>> uploads_ ABSL_GUARDED_BY(mu_);
+  std::thread watcher_;
+};
+
+}  // namespace latentd
+
+#endif  // LATENTD_SERVER_UPLOAD_WATCH_H_
