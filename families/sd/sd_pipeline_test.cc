@@ -23,7 +23,8 @@ using Bad = std::vector<std::pair<std::string, Change>>;
 SdParts Parts(const UNetConfig& config) {
   SdParts parts;
   parts.variant = "base";
-  parts.defaults = {.width = 512, .height = 512, .steps = 30, .guidance = 7.5, .strength = 0.75, .sampler = "euler"};
+  parts.defaults = {
+      .width = 512, .height = 512, .steps = 30, .guidance = 7.5, .strength = 0.75, .sampler = "euler"};
   parts.unet = std::make_shared<const UNet2DCondition>(config);
   AutoencoderKlConfig vae;
   vae.channels = {32, 32, 32, 32};
@@ -77,7 +78,10 @@ TEST(SdPipelineTest, ValidateNamesTheFieldAtFault) {
           {"params.height", [](auto& p) { p.width = p.height = 4096; }},
           {"params.steps", [](auto& p) { p.steps = 0; }},
           {"params.guidance", [=](auto& p) { p.guidance = nan; }},
-          {"params.guidance_list", [](auto& p) { p.guidance_list = {7, -1}; }},
+          {"params.guidance_list",
+           [](auto& p) {
+             p.guidance_list = {7, -1};
+           }},
           {"params.guidance_list", [](auto& p) { p.guidance_list.resize(1001, 1); }},
           {"params.guidance_rescale", [](auto& p) { p.guidance_rescale = 1.1; }},
           {"params.prompt_syntax", [](auto& p) { p.prompt_syntax = "markdown"; }},
@@ -88,19 +92,33 @@ TEST(SdPipelineTest, ValidateNamesTheFieldAtFault) {
           {"params.count", [](auto& p) { p.seeds.resize(65); }},
           {"params.init_image.strength", [](auto& p) { p.strength = 0; }},
           {"params.init_image.strength", [](auto& p) { p.init_image = Grey(), p.strength = 0.001; }},
-          {"params.init_image", [](auto& p) { p.init_image = at::zeros({8, 8, 4}, at::kByte); }},
-          {"params.init_latents", [](auto& p) { p.init_latents = at::zeros({1, 4, 8, 8}); }},
+          {"params.init_image",
+           [](auto& p) {
+             p.init_image = at::zeros({8, 8, 4}, at::kByte);
+           }},
           {"params.init_latents",
-           [](auto& p) { p.init_latents = at::zeros({1, 4, 64, 64}), p.init_image = Grey(); }},
+           [](auto& p) {
+             p.init_latents = at::zeros({1, 4, 8, 8});
+           }},
+          {"params.init_latents",
+           [](auto& p) {
+             p.init_latents = at::zeros({1, 4, 64, 64}), p.init_image = Grey();
+           }},
           {"params.mask_image", [](auto& p) { p.mask_image = Grey(); }},
-          {"params.mask_image", [](auto& p) { p.init_image = Grey(), p.mask_image = at::zeros({8, 8, 1}, at::kByte); }},
+          {"params.mask_image",
+           [](auto& p) {
+             p.init_image = Grey(), p.mask_image = at::zeros({8, 8, 1}, at::kByte);
+           }},
           {"params.gradient_mask", [](auto& p) { p.gradient_mask = true; }},
           {"params.denoising_start", [](auto& p) { p.denoising_start = 0.5; }},
           {"params.denoising_end", [](auto& p) { p.denoising_end = 1.5; }},
           {"params.tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 100}; }},
           {"params.tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 16}; }},
           {"params.tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 64, .height = 64, .overlap = 40}; }},
-          {"params.noise", [](auto& p) { p.noise = at::zeros({1, 4, 8, 8}); }},
+          {"params.noise",
+           [](auto& p) {
+             p.noise = at::zeros({1, 4, 8, 8});
+           }},
           {"params.prompt_2", [](auto& p) { p.prompt_2 = "x"; }},
           {"params.crop", [](auto& p) { p.crop = PixelPoint(); }},
           {"params.aesthetic_score", [](auto& p) { p.aesthetic_score = 6; }},
@@ -170,7 +188,10 @@ TEST(SdTilesTest, CoverThePictureEvenlyAndCountAsOne) {
     int64_t height, width, tile_height, tile_width, overlap;
     size_t tiles;
   };
-  for (const Case& c : {Case{13, 19, 9, 8, 2, 6}, {64, 64, 64, 64, 8, 1}, {5, 9, 16, 16, 8, 1}, {20, 8, 8, 8, 0, 3},
+  for (const Case& c : {Case{13, 19, 9, 8, 2, 6},
+                        {64, 64, 64, 64, 8, 1},
+                        {5, 9, 16, 16, 8, 1},
+                        {20, 8, 8, 8, 0, 3},
                         {128, 256, 128, 128, 4, 3}}) {
     const auto tiles = LayTiles(c.height, c.width, c.tile_height, c.tile_width, c.overlap);
     EXPECT_EQ(tiles.size(), c.tiles);
@@ -180,7 +201,8 @@ TEST(SdTilesTest, CoverThePictureEvenlyAndCountAsOne) {
       EXPECT_LE(tile.left + tile.width, c.width);
       ones.push_back(at::ones({1, 2, tile.height, tile.width}));
     }
-    EXPECT_TRUE(at::allclose(MergeTiles(tiles, ones, c.height, c.width), at::ones({1, 2, c.height, c.width})));
+    EXPECT_TRUE(
+        at::allclose(MergeTiles(tiles, ones, c.height, c.width), at::ones({1, 2, c.height, c.width})));
   }
 }
 

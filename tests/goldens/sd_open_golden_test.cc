@@ -78,12 +78,17 @@ TEST_F(SdOpenGolden, FoldersAreOfOneFamilyAndSayWhatTheyAre) {
     int64_t side;
     std::vector<std::string> components;
   };
-  for (const Case& c : {Case{"tiny-sd15", "sd15", "base", "pndm", 64, {"text_encoder", "unet", "vae"}},
-                        {"tiny-sd15-inpaint", "sd15", "inpaint", "pndm", 64, {"text_encoder", "unet", "vae"}},
-                        {"tiny-sdxl", "sdxl", "base", "euler", 64, {"text_encoder", "text_encoder_2", "unet", "vae"}},
-                        {"tiny-sdxl-inpaint", "sdxl", "inpaint", "euler", 64,
-                         {"text_encoder", "text_encoder_2", "unet", "vae"}},
-                        {"tiny-refiner", "sdxl", "refiner", "euler", 64, {"text_encoder_2", "unet", "vae"}}}) {
+  for (const Case& c :
+       {Case{"tiny-sd15", "sd15", "base", "pndm", 64, {"text_encoder", "unet", "vae"}},
+        {"tiny-sd15-inpaint", "sd15", "inpaint", "pndm", 64, {"text_encoder", "unet", "vae"}},
+        {"tiny-sdxl", "sdxl", "base", "euler", 64, {"text_encoder", "text_encoder_2", "unet", "vae"}},
+        {"tiny-sdxl-inpaint",
+         "sdxl",
+         "inpaint",
+         "euler",
+         64,
+         {"text_encoder", "text_encoder_2", "unet", "vae"}},
+        {"tiny-refiner", "sdxl", "refiner", "euler", 64, {"text_encoder_2", "unet", "vae"}}}) {
     Copy(c.model);
     const Family* family = Find(files_);
     ASSERT_NE(family, nullptr) << c.model;
@@ -99,13 +104,15 @@ TEST_F(SdOpenGolden, FoldersAreOfOneFamilyAndSayWhatTheyAre) {
       EXPECT_EQ(component.patch_target.has_value(), component.name != "vae") << component.name;
     }
     GenerateParams params;
-    if ((*pipeline)->variant() == "inpaint") params.init_image = params.mask_image = at::zeros({8, 8, 3}, at::kByte);
+    if ((*pipeline)->variant() == "inpaint")
+      params.init_image = params.mask_image = at::zeros({8, 8, 3}, at::kByte);
     EXPECT_TRUE((*pipeline)->Validate(params).ok());
     EXPECT_GT((*pipeline)->WorkingBytes("unet", params, {}), 0);
     GenerateParams large = params;
     large.width = large.height = 1024;
     for (const char* component : {"unet", "vae"}) {
-      EXPECT_GT((*pipeline)->WorkingBytes(component, large, {}), (*pipeline)->WorkingBytes(component, params, {}));
+      EXPECT_GT((*pipeline)->WorkingBytes(component, large, {}),
+                (*pipeline)->WorkingBytes(component, params, {}));
     }
     large.tiles = DenoiseTiles{.width = 256, .height = 256, .overlap = 32};
     GenerateParams whole = large;
@@ -151,7 +158,8 @@ TEST_F(SdOpenGolden, UNetsOfOtherKindsAreRefusedBeforeAnythingIsAllocated) {
       {"\"act_fn\": \"silu\"", "\"act_fn\": \"mish\""},
       {"\"class_embed_type\": null", "\"class_embed_type\": \"timestep\""},
       {"\"time_cond_proj_dim\": null", "\"time_cond_proj_dim\": 256"},
-      {"\"mid_block_type\": \"UNetMidBlock2DCrossAttn\"", "\"mid_block_type\": \"UNetMidBlock2DSimpleCrossAttn\""},
+      {"\"mid_block_type\": \"UNetMidBlock2DCrossAttn\"",
+       "\"mid_block_type\": \"UNetMidBlock2DSimpleCrossAttn\""},
       {"\"UpBlock2D\"", "\"AttnUpBlock2D\""},
       {"\"norm_num_groups\": 4", "\"norm_num_groups\": 5"},
       {"\"layers_per_block\": 2", "\"layers_per_block\": 99999999"},
@@ -171,8 +179,8 @@ TEST_F(SdOpenGolden, UNetsOfOtherKindsAreRefusedBeforeAnythingIsAllocated) {
 
 TEST_F(SdOpenGolden, MissingFilesHaveReasons) {
   Copy("tiny-sdxl");
-  for (const char* file : {"unet/config.json", "text_encoder_2/config.json", "vae/config.json", "tokenizer/vocab.json",
-                           "scheduler/scheduler_config.json"}) {
+  for (const char* file : {"unet/config.json", "text_encoder_2/config.json", "vae/config.json",
+                           "tokenizer/vocab.json", "scheduler/scheduler_config.json"}) {
     fs::rename(folder_ + "/" + file, folder_ + "/saved");
     EXPECT_EQ(ErrorReason(OpenStatus()), "MISSING_FILE") << file;
     fs::rename(folder_ + "/saved", folder_ + "/" + file);
@@ -181,15 +189,19 @@ TEST_F(SdOpenGolden, MissingFilesHaveReasons) {
 }
 
 TEST_F(SdOpenGolden, ACheckpointNeedsABaseOfItsKind) {
-  for (const auto& [model, family] : {std::pair{"tiny-sd15", "sd15"}, {"tiny-sd15-inpaint", "sd15"}, {"tiny-sdxl", "sdxl"},
+  for (const auto& [model, family] : {std::pair{"tiny-sd15", "sd15"},
+                                      {"tiny-sd15-inpaint", "sd15"},
+                                      {"tiny-sdxl", "sdxl"},
                                       {"tiny-refiner", "sdxl"}}) {
     const Family* found = Find(Single(model, ""));
     ASSERT_NE(found, nullptr) << model;
     EXPECT_EQ(found->name(), family);
     EXPECT_EQ(ErrorReason(found->Open(Single(model, "")).status()), "UNSUPPORTED_MODEL");
   }
-  for (const auto& [model, base] : {std::pair{"tiny-sdxl", "tiny-refiner"}, {"tiny-refiner", "tiny-sdxl"},
-                                    {"tiny-sd15", "tiny-sdxl"}, {"tiny-sdxl", "tiny-sd15"}}) {
+  for (const auto& [model, base] : {std::pair{"tiny-sdxl", "tiny-refiner"},
+                                    {"tiny-refiner", "tiny-sdxl"},
+                                    {"tiny-sd15", "tiny-sdxl"},
+                                    {"tiny-sdxl", "tiny-sd15"}}) {
     const ModelFiles files = Single(model, base);
     const absl::Status status = Find(files)->Open(files).status();
     EXPECT_EQ(ErrorReason(status), "UNSUPPORTED_MODEL") << model << " on " << base;
