@@ -13,6 +13,9 @@
 #include "families/flux/flux_transformer.h"
 #include "families/sampling/guidance.h"
 #include "families/sampling/sampler.h"
+#include "families/sd/sd_denoiser.h"
+#include "families/sd/unet.h"
+#include "families/sd15/sd15_pipeline.h"
 #include "families/text/clip_text_model.h"
 #include "families/text/t5_encoder.h"
 #include "families/vae/autoencoder_kl.h"
@@ -114,6 +117,11 @@ at::Tensor AttentionShape(const at::Tensor& q, const at::Tensor&, const at::Tens
   return at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2);
 }
 
+at::Tensor DeviationShape(const at::Tensor& x, at::OptionalIntArrayRef dims, const std::optional<at::Scalar>&,
+                          bool keep) {
+  return x.sum(dims, keep);
+}
+
 TORCH_LIBRARY_IMPL(aten, Meta, m) {
   m.impl("embedding", EmbeddingShape);
   m.impl("native_layer_norm", LayerNormShape);
@@ -124,6 +132,7 @@ TORCH_LIBRARY_IMPL(aten, Meta, m) {
   m.impl("convolution_overrideable", ConvolutionShape);
   m.impl("flip", [](const at::Tensor& x, at::IntArrayRef) { return at::empty_like(x); });
   m.impl("scaled_dot_product_attention", AttentionShape);
+  m.impl("std.correction", DeviationShape);
 }
 
 // ------------------------------------------------------------------------------------------- the networks
@@ -153,6 +162,17 @@ class DeviceTest : public testing::TestWithParam<at::ScalarType> {
     config.double_blocks = config.single_blocks = 2;
     config.heads = 2;
     config.guidance_embeds = true;
+    return config;
+  }
+  // With `added_dim`, as SDXL: 32 channels of pooled text and two numbers.
+  static UNetConfig SmallUNet(int64_t added_dim) {
+    UNetConfig config;
+    config.levels = {{32, 2, 1, false, true}, {64, 2, 2, true, true}};
+    config.context_dim = 24;
+    config.layers_per_block = 1;
+    config.linear_projection = added_dim > 0;
+    config.added_dim = added_dim;
+    config.time_ids_dim = 8;
     return config;
   }
   static AutoencoderKlConfig SmallVae() {
@@ -216,6 +236,25 @@ TEST_P(DeviceTest, TextEncoders) {
     const WeightView t5_view(t5_weights, nullptr);
     const DeviceWatch watch;
     ExpectOnMeta(t5(t5_view, {3, 1, 0, 0, 0}), {1, 5, 32});
+    EXPECT_THAT(watch.mixed(), IsEmpty());
+  }
+}
+
+TEST_P(DeviceTest, UNets) {
+  for (const bool linear : {false, true}) {
+    const UNet2DCondition unet(SmallUNet(linear ? 48 : 0));
+    const UNetConfig& config = unet.config();
+    const WeightSet weights = OnMeta(unet.layout());
+    const WeightView view(weights, nullptr);
+    const DeviceWatch watch;
+    const UNetConditioning conditioning =
+        unet.PrepareConditioning(view, Host({2, 5, config.context_dim}), Host({2, 32}), Host({2, 2}));
+    ExpectOnMeta(conditioning.context, {2, 5, config.context_dim});
+    const int64_t copies = watch.copies();
+    const at::Tensor time = unet.TimeEmbedding(view, 500, conditioning);
+    ExpectOnMeta(time, {linear ? 2 : 1, config.time_dim()});
+    ExpectOnMeta(unet(view, Meta({2, 4, 9, 7}), time, conditioning.context), {2, 4, 9, 7});
+    EXPECT_EQ(watch.copies(), copies);
     EXPECT_THAT(watch.mixed(), IsEmpty());
   }
 }
@@ -308,6 +347,65 @@ TEST_P(DeviceTest, PicturesAndTheirLatentsComeFromAndGoToHostMemory) {
                 HasSubstr(kCopyOut));
     EXPECT_THAT(watch.mixed(), IsEmpty());
   }
+}
+
+TEST_P(DeviceTest, SdDenoisersTakeTheirInputsFromHostMemoryAndGiveLatentsBack) {
+  const auto unet = std::make_shared<const UNet2DCondition>(SmallUNet(0));
+  const WeightSet weights = OnMeta(unet->layout());
+  const WeightView view(weights, nullptr);
+  SdRun run{.predictor = SdPredictor(unet, {.context = Host({2, 5, 24}), .pooled = {}, .time_ids = {}}, 0.5),
+            .pictures = {},
+            .mask = {.mask = Host({1, 1, 10, 8}), .gradient = true},
+            .tiles = LayTiles(10, 8, 6, 6, 2),
+            .guidance = {5, 1}};
+  const auto schedule = NoiseSchedule::Create({});
+  for (int i = 0; i < 2; ++i) {
+    SdPicture picture;
+    picture.x = picture.original = picture.noise = Host({1, 4, 10, 8});
+    picture.source = std::make_shared<NoiseSource>(7);
+    SamplerOptions options;
+    options.steps = 3;
+    options.noise = picture.source;
+    auto sampler = MakeSampler("dpmpp_2m", schedule, options);
+    ASSERT_TRUE(sampler.ok()) << sampler.status();
+    picture.sampler = *std::move(sampler);
+    run.pictures.push_back(std::move(picture));
+  }
+  const auto denoiser = MakeSdDenoiser(std::move(run));
+  EXPECT_TRUE(denoiser->latents().is_cpu());
+  const DeviceWatch watch;
+  int64_t copies = -1;
+  while (!denoiser->done()) {
+    ASSERT_TRUE(denoiser->Step(view).ok());
+    if (copies < 0) copies = watch.copies();
+  }
+  EXPECT_GT(copies, 0);
+  EXPECT_EQ(watch.copies(), copies) << "only the first step copies to the device";
+  EXPECT_THAT(CopyOutError([&] { denoiser->latents(); }), HasSubstr(kCopyOut));
+  EXPECT_THAT(CopyOutError([&] { denoiser->prediction(); }), HasSubstr(kCopyOut));
+  EXPECT_THAT(watch.mixed(), IsEmpty());
+}
+
+TEST_P(DeviceTest, MasksAndWhatTheyLeaveComeFromHostMemory) {
+  SdParts parts;
+  parts.defaults = {.width = 64, .height = 80, .strength = 0.5};
+  UNetConfig config = SmallUNet(0);
+  config.in_channels = 9;
+  parts.unet = std::make_shared<const UNet2DCondition>(config);
+  AutoencoderKlConfig vae = SmallVae();
+  vae.latent_channels = 4;
+  parts.vae = std::make_shared<const AutoencoderKl>(vae);
+  parts.schedule = NoiseSchedule::Create({});
+  const WeightSet weights = OnMeta(parts.vae->layout());
+  const WeightView view(weights, nullptr);
+  const Sd15Pipeline pipeline(std::move(parts));
+  GenerateParams params;
+  params.seeds = {1, 2};
+  params.init_image = params.mask_image = at::zeros({50, 70, 3}, at::kByte);
+  ASSERT_TRUE(pipeline.Validate(params).ok());
+  const DeviceWatch watch;
+  EXPECT_THAT(CopyOutError([&] { (void)pipeline.EncodeImage(view, params, {}); }), HasSubstr(kCopyOut));
+  EXPECT_THAT(watch.mixed(), IsEmpty());
 }
 
 // Only noise is copied, from the host.

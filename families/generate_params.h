@@ -29,8 +29,8 @@ struct GenerateParams {
   std::optional<int64_t> width;   // pixels
   std::optional<int64_t> height;  // pixels
   std::optional<int64_t> steps;
-  // Embedded guidance scale, for models that are distilled with one. SD families: classifier-free guidance; above 1
-  // there is a second pass with the negative prompt.
+  // Embedded guidance scale, for models that are distilled with one. SD families: classifier-free guidance;
+  // above 1 there is a second pass with the negative prompt.
   std::optional<double> guidance;
   std::optional<double> true_cfg_scale;  // classic classifier-free guidance; > 1 needs a negative prompt
   std::optional<std::string> sampler;    // "euler"
@@ -49,11 +49,11 @@ struct GenerateParams {
 
   // For the second text encoder, where it should read another text.
   std::optional<std::string> prompt_2, negative_prompt_2;
-  // How weights are written in prompts (families/text/prompt.h): "plain" (not at all, and what is longer than the
-  // encoder reads is cut off), "compel", "a1111".
+  // How weights are written in prompts (families/text/prompt.h): "plain" (not at all, and what is longer than
+  // the encoder reads is cut off), "compel", "a1111".
   std::optional<std::string> prompt_syntax;
-  // Layers of CLIP to leave out at its end, beyond those that the model leaves out. Of the wanted prompt alone, as
-  // in diffusers.
+  // Layers of CLIP to leave out at its end, beyond those that the model leaves out. Of the wanted prompt
+  // alone, as in diffusers.
   std::optional<int64_t> clip_skip;
 
   std::optional<std::string> schedule;     // how noise levels are spaced: "karras", …
@@ -72,7 +72,7 @@ struct GenerateParams {
   // Grey is repainted in the last steps only: the darker, the later. Otherwise grey is black or white.
   std::optional<bool> gradient_mask;
 
-  // SDXL: what the model is told about the picture. Sizes are the picture's own where absent, the crop is (0, 0).
+  // SDXL: what the model is told about the picture. Sizes are its own where absent, the crop is (0, 0).
   std::optional<PixelSize> original_size, target_size;
   std::optional<PixelPoint> crop;
   // SDXL refiner; 6 and 2.5.

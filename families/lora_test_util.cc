@@ -63,8 +63,7 @@ std::vector<Module> Canonical(const PatchTarget& target) {
 
 std::string Flat(const std::string& name) { return absl::StrReplaceAll(name, {{".", "_"}}); }
 
-void AddPair(Tensors& file, const std::string& down, const std::string& up, const Module& m,
-             int64_t rank) {
+void AddPair(Tensors& file, const std::string& down, const std::string& up, const Module& m, int64_t rank) {
   file[down] = OfShape({rank, m.columns});
   file[up] = OfShape({m.rows, rank});
 }

@@ -1,5 +1,5 @@
-// What the families' LoRA tests share: files of names and shapes alone, and what becomes of them when they meet a
-// full-size model.
+// What the families' LoRA tests share: files of names and shapes alone, and what becomes of them when they
+// meet a full-size model.
 #ifndef LATENTD_FAMILIES_LORA_TEST_UTIL_H_
 #define LATENTD_FAMILIES_LORA_TEST_UTIL_H_
 
@@ -41,14 +41,15 @@ struct Module {
 std::vector<Module> Canonical(const PatchTarget& target);
 
 std::string Flat(const std::string& name);
-void AddPair(Tensors& file, const std::string& down, const std::string& up, const Module& m, int64_t rank = 16);
+void AddPair(Tensors& file, const std::string& down, const std::string& up, const Module& m,
+             int64_t rank = 16);
 void AddKohya(Tensors& file, const std::string& name, const Module& m);
 Tensors Peft(const std::string& prefix, const std::vector<Module>& modules, const std::string& adapter = "");
 
 // The key lists in the folder that LATENTD_LORA_FILES names (NAME.json with "tensors": {name: shape}, and
-// expected.json) whose names start with `prefix`. Those in `refused` are UNIMPLEMENTED, all others match in full,
-// with the numbers that are expected of them. `component`: what "unet", "te1" and "te2" are here. Skips the test
-// without the variable.
+// expected.json) whose names start with `prefix`. Those in `refused` are UNIMPLEMENTED, all others match in
+// full, with the numbers that are expected of them. `component`: what "unet", "te1" and "te2" are here. Skips
+// the test without the variable.
 void CheckPublishedLists(const std::string& prefix, const std::vector<PatchTarget>& targets,
                          const std::function<std::string(const std::string&)>& component,
                          const std::set<std::string>& refused);

@@ -27,11 +27,13 @@ std::string PipelineClass(const std::string& folder) {
   return json.ok() ? json->String("_class_name", "") : "";
 }
 
-absl::StatusOr<Component> DescribeVae(const std::string& config_folder, std::shared_ptr<const WeightFiles> files,
+absl::StatusOr<Component> DescribeVae(const std::string& config_folder,
+                                      std::shared_ptr<const WeightFiles> files,
                                       std::shared_ptr<const AutoencoderKl>& vae) {
   Component component;
   component.name = "vae";
-  ASSIGN_OR_RETURN(const AutoencoderKlConfig config, AutoencoderKlConfig::Load(config_folder + "/config.json"));
+  ASSIGN_OR_RETURN(const AutoencoderKlConfig config,
+                   AutoencoderKlConfig::Load(config_folder + "/config.json"));
   const VaeFileLayout layout = DetectVaeFileLayout(*files, config);
   component.files = std::move(files);
   component.key_map = layout.key_map;

@@ -22,11 +22,12 @@ std::string PipelineClass(const std::string& folder);
 
 // A VAE described by `config_folder`/config.json, with the weights of `files`, which may be those of a whole
 // checkpoint.
-absl::StatusOr<Component> DescribeVae(const std::string& config_folder, std::shared_ptr<const WeightFiles> files,
+absl::StatusOr<Component> DescribeVae(const std::string& config_folder,
+                                      std::shared_ptr<const WeightFiles> files,
                                       std::shared_ptr<const AutoencoderKl>& vae);
 
-// A folder's latentd.json, where there is one: `defaults` and `preview` are changed by what it says. Errors: those
-// of JsonConfig; UNSUPPORTED_MODEL for a preview of another number of channels.
+// A folder's latentd.json, where there is one: `defaults` and `preview` are changed by what it says. Errors:
+// those of JsonConfig; UNSUPPORTED_MODEL for a preview of another number of channels.
 absl::Status ReadSettings(const std::string& folder, int64_t latent_channels, ModelDefaults& defaults,
                           LatentPreview& preview);
 

@@ -6,7 +6,8 @@
 namespace latentd {
 
 const std::vector<const Family*>& AllFamilies() {
-  static const auto* families = new std::vector<const Family*>{new FluxFamily(), new Sd15Family(), new SdxlFamily()};
+  static const auto* families =
+      new std::vector<const Family*>{new FluxFamily(), new Sd15Family(), new SdxlFamily()};
   return *families;
 }
 

@@ -31,8 +31,8 @@ class SdDenoiser : public Denoiser {
     const double sigma = first().sigma();
     if (index == 0) Prepare(w);
     const double guidance = run_.guidance[std::min(static_cast<size_t>(index), run_.guidance.size() - 1)];
-    // All pictures before any is replaced, with copies of samplers and sources: a step that fails half-way can be
-    // repeated.
+    // All pictures before any is replaced, with copies of samplers and sources: a step that fails half-way
+    // can be repeated.
     std::vector<State> stepped;
     for (size_t i = 0; i < states_.size(); ++i) {
       stepped.push_back(Stepped(w, run_.pictures[i], states_[i], guidance));

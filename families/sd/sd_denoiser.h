@@ -1,5 +1,5 @@
-// One running generation of SD 1.5 or SDXL: sampler and network, picture by picture and tile by tile, and what
-// inpainting does between steps.
+// One running generation of SD 1.5 or SDXL: sampler and network, picture by picture and tile by tile, and
+// what inpainting does between steps.
 #ifndef LATENTD_FAMILIES_SD_SD_DENOISER_H_
 #define LATENTD_FAMILIES_SD_SD_DENOISER_H_
 
@@ -37,15 +37,15 @@ struct SdRun {
   SdPredictor predictor;
   std::vector<SdPicture> pictures;  // at least one, all of one size
   SdMask mask;
-  // At least one. Each has a sampler of its own, since those remember; they draw from one source, in this order,
-  // and are brought together after every step.
+  // At least one. Each has a sampler of its own, since those remember; they draw from one source, in this
+  // order, and are brought together after every step.
   std::vector<SdTile> tiles;
   std::vector<double> guidance;  // of each step; the last one stands for those that follow. Not empty
 };
 std::unique_ptr<Denoiser> MakeSdDenoiser(SdRun run);
 
-// The places that come from the model after a step; `next_timestep` is that of the next one, 0 after the last.
-// [1, 1, h, w], 0 to 1.
+// The places that come from the model after a step; `next_timestep` is that of the next one, 0 after the
+// last. [1, 1, h, w], 0 to 1.
 at::Tensor RepaintedPlaces(const SdMask& mask, double next_timestep);
 
 }  // namespace latentd

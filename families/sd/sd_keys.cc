@@ -19,21 +19,25 @@ struct Rename {
   const char *canonical, *native;
 };
 constexpr Rename kTopLevel[] = {
-    {"time_embedding.linear_1", "time_embed.0"},   {"time_embedding.linear_2", "time_embed.2"},
-    {"add_embedding.linear_1", "label_emb.0.0"},   {"add_embedding.linear_2", "label_emb.0.2"},
-    {"conv_in", "input_blocks.0.0"},               {"conv_norm_out", "out.0"},
+    {"time_embedding.linear_1", "time_embed.0"},
+    {"time_embedding.linear_2", "time_embed.2"},
+    {"add_embedding.linear_1", "label_emb.0.0"},
+    {"add_embedding.linear_2", "label_emb.0.2"},
+    {"conv_in", "input_blocks.0.0"},
+    {"conv_norm_out", "out.0"},
     {"conv_out", "out.2"},
 };
 constexpr Rename kInResnet[] = {
-    {"norm1", "in_layers.0"},        {"conv1", "in_layers.2"},      {"time_emb_proj", "emb_layers.1"},
-    {"norm2", "out_layers.0"},       {"conv2", "out_layers.3"},     {"conv_shortcut", "skip_connection"},
+    {"norm1", "in_layers.0"},  {"conv1", "in_layers.2"},  {"time_emb_proj", "emb_layers.1"},
+    {"norm2", "out_layers.0"}, {"conv2", "out_layers.3"}, {"conv_shortcut", "skip_connection"},
 };
 
 // Canonical parts and what they are there. An attention's inner names are the same in both.
 std::map<std::string, std::string> LdmParts(const UNetConfig& config) {
   std::map<std::string, std::string> parts;
   const auto levels = static_cast<int64_t>(config.levels.size());
-  const int64_t stages = config.layers_per_block + 1;  // of a level, with what changes the size as one of them
+  const int64_t stages =
+      config.layers_per_block + 1;  // of a level, with what changes the size as one of them
   for (int64_t i = 0; i < levels; ++i) {
     const std::string down = absl::StrCat("down_blocks.", i), up = absl::StrCat("up_blocks.", i);
     for (int64_t j = 0; j < stages; ++j) {
@@ -78,7 +82,8 @@ std::string LdmName(const std::map<std::string, std::string>& parts, absl::strin
 // The modules of a layout, once each.
 std::set<std::string> Modules(const ComponentLayout& layout) {
   std::set<std::string> modules;
-  for (const TensorDecl& tensor : layout.tensors()) modules.insert(tensor.name.substr(0, tensor.name.rfind('.')));
+  for (const TensorDecl& tensor : layout.tensors())
+    modules.insert(tensor.name.substr(0, tensor.name.rfind('.')));
   return modules;
 }
 
@@ -107,7 +112,8 @@ const KeyMap* LdmUNetKeys(const UNet2DCondition& unet) {
   return Cached("ldm " + Structure(unet.config()), [&] {
     const std::map<std::string, std::string> parts = LdmParts(unet.config());
     std::vector<KeyRule> rules;
-    for (const std::string& module : Modules(*unet.layout())) rules.push_back({LdmName(parts, module), {module}});
+    for (const std::string& module : Modules(*unet.layout()))
+      rules.push_back({LdmName(parts, module), {module}});
     return rules;
   });
 }
@@ -134,17 +140,21 @@ UNetFileLayout DetectUNetFileLayout(const WeightFiles& files) {
     for (const bool ldm : {true, false}) {
       const auto in = tensors.find(absl::StrCat(prefix, ldm ? "input_blocks.0.0.weight" : "conv_in.weight"));
       // The first convolution of a VAE or a ControlNet is called that, too.
-      const bool whole = tensors.count(absl::StrCat(prefix, ldm ? "out.2.weight" : "conv_out.weight")) != 0 &&
-                         tensors.count(absl::StrCat(prefix, ldm ? "middle_block.0.in_layers.0.weight"
-                                                                : "mid_block.resnets.0.time_emb_proj.weight")) != 0;
+      const bool whole =
+          tensors.count(absl::StrCat(prefix, ldm ? "out.2.weight" : "conv_out.weight")) != 0 &&
+          tensors.count(absl::StrCat(prefix, ldm ? "middle_block.0.in_layers.0.weight"
+                                                 : "mid_block.resnets.0.time_emb_proj.weight")) != 0;
       if (in == tensors.end() || !whole || in->second.info->shape.size() != 4) continue;
       UNetFileLayout layout{.known = true, .ldm = ldm, .prefix = prefix};
       layout.in_channels = in->second.info->shape[1];
-      layout.added_embedding = tensors.count(absl::StrCat(
-                                   prefix, ldm ? "label_emb.0.0.weight" : "add_embedding.linear_1.weight")) != 0;
-      const std::string first_attention = absl::StrCat(
-          prefix, ldm ? "middle_block.1." : "mid_block.attentions.0.", "transformer_blocks.0.attn2.to_k.weight");
-      if (const auto k = tensors.find(first_attention); k != tensors.end() && k->second.info->shape.size() == 2) {
+      layout.added_embedding =
+          tensors.count(
+              absl::StrCat(prefix, ldm ? "label_emb.0.0.weight" : "add_embedding.linear_1.weight")) != 0;
+      const std::string first_attention =
+          absl::StrCat(prefix, ldm ? "middle_block.1." : "mid_block.attentions.0.",
+                       "transformer_blocks.0.attn2.to_k.weight");
+      if (const auto k = tensors.find(first_attention);
+          k != tensors.end() && k->second.info->shape.size() == 2) {
         layout.context_dim = k->second.info->shape[1];
       }
       return layout;

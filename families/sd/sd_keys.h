@@ -10,8 +10,8 @@
 
 namespace latentd {
 
-// The layout of CompVis' and Stability's code ("input_blocks.4.1.transformer_blocks.0…"), in which checkpoints in
-// one file are, and many LoRAs. Lives as long as the program; any thread.
+// The layout of CompVis' and Stability's code ("input_blocks.4.1.transformer_blocks.0…"), in which
+// checkpoints in one file are, and many LoRAs. Lives as long as the program; any thread.
 const KeyMap* LdmUNetKeys(const UNet2DCondition& unet);
 
 // Old diffusers LoRAs, which keep theirs in the attention's processor ("….attn1.processor.to_q_lora").

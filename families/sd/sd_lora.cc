@@ -26,8 +26,8 @@ PatchTarget UNetTarget(const UNet2DCondition& unet) {
   return {.component = "unet",
           .layout = unet.layout(),
           .key_maps = {LdmUNetKeys(unet), ProcessorUNetKeys(unet)},
-          .dotted_prefixes = {"unet.", "base_model.model.", "base_model.model.unet.", "model.diffusion_model.",
-                              "diffusion_model.", ""},
+          .dotted_prefixes = {"unet.", "base_model.model.", "base_model.model.unet.",
+                              "model.diffusion_model.", "diffusion_model.", ""},
           .flat_prefixes = {"lora_unet_", "lycoris_unet_", "lycoris_", "oft_unet_"}};
 }
 
@@ -35,7 +35,8 @@ PatchTarget ClipLTarget(std::shared_ptr<const ComponentLayout> layout) {
   return {.component = "text_encoder",
           .layout = std::move(layout),
           .key_maps = {ClipLoraKeys()},
-          .dotted_prefixes = {"text_encoder.text_model.", "text_encoder.", "text_encoders.clip_l.transformer.text_model.",
+          .dotted_prefixes = {"text_encoder.text_model.", "text_encoder.",
+                              "text_encoders.clip_l.transformer.text_model.",
                               "clip_l.transformer.text_model.", "cond_stage_model.transformer.text_model."},
           .flat_prefixes = {"lora_te1_text_model_", "lora_te_text_model_", "lora_te1_", "lora_te_",
                             "lycoris_te1_text_model_", "lycoris_te_text_model_", "lycoris_text_model_",
@@ -43,13 +44,14 @@ PatchTarget ClipLTarget(std::shared_ptr<const ComponentLayout> layout) {
 }
 
 PatchTarget ClipGTarget(std::shared_ptr<const ComponentLayout> layout) {
-  return {.component = "text_encoder_2",
-          .layout = std::move(layout),
-          .key_maps = {OpenClipKeys(), ClipLoraKeys()},
-          .dotted_prefixes = {"text_encoder_2.text_model.", "text_encoder_2.",
-                              "text_encoders.clip_g.transformer.text_model.", "clip_g.transformer.text_model."},
-          .flat_prefixes = {"lora_te2_text_model_", "lora_te2_", "lycoris_te2_text_model_",
-                            "oft_te2_text_model_"}};
+  return {
+      .component = "text_encoder_2",
+      .layout = std::move(layout),
+      .key_maps = {OpenClipKeys(), ClipLoraKeys()},
+      .dotted_prefixes = {"text_encoder_2.text_model.", "text_encoder_2.",
+                          "text_encoders.clip_g.transformer.text_model.", "clip_g.transformer.text_model."},
+      .flat_prefixes = {"lora_te2_text_model_", "lora_te2_", "lycoris_te2_text_model_",
+                        "oft_te2_text_model_"}};
 }
 
 }  // namespace latentd

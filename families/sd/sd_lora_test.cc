@@ -76,7 +76,9 @@ int64_t Count(const PatchTarget& target) { return static_cast<int64_t>(Layers(ta
 
 TEST(SdLoraFormats, KohyaWithEveryConvolutionUnderBothBlockNames) {
   const std::vector<std::pair<UNetConfig, const std::vector<PatchTarget>*>> models = {
-      {UNetConfig::Sd15(), &Sd15()}, {UNetConfig::SdxlBase(), &Sdxl()}, {UNetConfig::SdxlRefiner(), &Refiner()}};
+      {UNetConfig::Sd15(), &Sd15()},
+      {UNetConfig::SdxlBase(), &Sdxl()},
+      {UNetConfig::SdxlRefiner(), &Refiner()}};
   for (const auto& [config, targets] : models) {
     const std::map<std::string, std::string> ldm = LdmNames(config);
     for (const bool native : {false, true}) {
@@ -88,7 +90,8 @@ TEST(SdLoraFormats, KohyaWithEveryConvolutionUnderBothBlockNames) {
                                                                     : "lora_te1_text_model_";
         for (const Layer& layer : Layers(target)) {
           const bool unet = target.component == "unet";
-          AddLoCon(file, (unet ? "lora_unet_" : te) + Flat(unet && native ? ldm.at(layer.name) : layer.name), layer);
+          AddLoCon(file, (unet ? "lora_unet_" : te) + Flat(unet && native ? ldm.at(layer.name) : layer.name),
+                   layer);
         }
         expected[target.component] = Count(target);
       }

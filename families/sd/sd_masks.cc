@@ -8,8 +8,9 @@ namespace latentd {
 at::Tensor PixelMask(const GenerateParams& params, bool binary) {
   const at::Tensor rgb = ResizePicture(params.mask_image, *params.width, *params.height).to(at::kInt);
   // Rec. 601 luma in Pillow's fixed point.
-  const at::Tensor luma = (rgb.select(2, 0) * 19595 + rgb.select(2, 1) * 38470 + rgb.select(2, 2) * 7471 + 0x8000)
-                              .bitwise_right_shift(16);
+  const at::Tensor luma =
+      (rgb.select(2, 0) * 19595 + rgb.select(2, 1) * 38470 + rgb.select(2, 2) * 7471 + 0x8000)
+          .bitwise_right_shift(16);
   at::Tensor mask = luma.to(at::kFloat).div_(255).unsqueeze(0).unsqueeze(0);
   return binary ? mask.ge(0.5).to(at::kFloat) : mask;
 }

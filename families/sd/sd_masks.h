@@ -1,5 +1,5 @@
-// What inpainting makes of a request's mask. Values and order of draws are those of diffusers' inpainting pipelines.
-// Pure functions; any thread. Everything is in host memory.
+// What inpainting makes of a request's mask. Values and order of draws are those of diffusers' inpainting
+// pipelines. Pure functions; any thread. Everything is in host memory.
 #ifndef LATENTD_FAMILIES_SD_SD_MASKS_H_
 #define LATENTD_FAMILIES_SD_SD_MASKS_H_
 
@@ -10,8 +10,8 @@
 
 namespace latentd {
 
-// A mask at the picture's size, [1, 1, H, W] fp32 from 0 (stays) to 1 (repainted). `binary`: one of the two, from
-// half grey up.
+// A mask at the picture's size, [1, 1, H, W] fp32 from 0 (stays) to 1 (repainted). `binary`: one of the two,
+// from half grey up.
 at::Tensor PixelMask(const GenerateParams& params, bool binary);
 
 // The same at the size of the latents: one pixel stands for `scale` × `scale`.

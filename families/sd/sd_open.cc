@@ -24,7 +24,8 @@ constexpr int64_t kSd2ContextDim = 1024;
 constexpr char kXl[] = "StableDiffusionXL", kSd[] = "StableDiffusion", kSd3[] = "StableDiffusion3";
 
 // Where checkpoints have their text encoders.
-constexpr const char* kClipLPrefixes[] = {"cond_stage_model.transformer.", "conditioner.embedders.0.transformer.",
+constexpr const char* kClipLPrefixes[] = {"cond_stage_model.transformer.",
+                                          "conditioner.embedders.0.transformer.",
                                           "text_encoders.clip_l.transformer."};
 constexpr const char* kClipGPrefixes[] = {"conditioner.embedders.1.model.", "conditioner.embedders.0.model.",
                                           "text_encoders.clip_g.transformer."};
@@ -40,7 +41,8 @@ absl::Status CheckTask(const std::string& name) {
                             "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline"}) {
     if (name == known) return absl::OkStatus();
   }
-  return Unsupported(absl::StrCat(name.empty() ? "a folder without model_index.json" : name, " is not supported"));
+  return Unsupported(
+      absl::StrCat(name.empty() ? "a folder without model_index.json" : name, " is not supported"));
 }
 
 // What is not read, by the first convolution and the text that the UNet takes.
@@ -71,8 +73,9 @@ absl::StatusOr<Component> DescribeUNet(const std::shared_ptr<const WeightFiles>&
     // The folder may be of the same architecture without, or with, a mask.
     config.in_channels = file.in_channels;
     if (file.context_dim != config.context_dim || file.added_embedding != (config.added_dim > 0)) {
-      return Unsupported(absl::StrCat("the file's UNet takes text of ", file.context_dim, " channels, that of its base ",
-                                      config.context_dim, ": they are of different models"));
+      return Unsupported(absl::StrCat("the file's UNet takes text of ", file.context_dim,
+                                      " channels, that of its base ", config.context_dim,
+                                      ": they are of different models"));
     }
   }
   RETURN_IF_ERROR(CheckNetwork(config, kind));
@@ -98,13 +101,14 @@ absl::StatusOr<std::pair<std::shared_ptr<const WeightFiles>, ClipFileLayout>> Fi
   return std::pair{std::move(files), layout};
 }
 
-absl::StatusOr<Component> DescribeClip(const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base,
-                                       bool g, SdParts& parts) {
+absl::StatusOr<Component> DescribeClip(const std::shared_ptr<const WeightFiles>& checkpoint,
+                                       const std::string& base, bool g, SdParts& parts) {
   const std::string number = g ? "_2" : "";
   Component component;
   component.name = "text_encoder" + number;
   const std::string folder = absl::StrCat(base, "/", component.name);
-  ASSIGN_OR_RETURN(const ClipTextConfig config, ClipTextConfig::Load(folder + "/config.json", /*with_projection=*/g));
+  ASSIGN_OR_RETURN(const ClipTextConfig config,
+                   ClipTextConfig::Load(folder + "/config.json", /*with_projection=*/g));
   ASSIGN_OR_RETURN(auto found, FindClip(checkpoint, folder, g));
   component.files = std::move(found.first);
   component.key_map = found.second.key_map;
@@ -116,8 +120,8 @@ absl::StatusOr<Component> DescribeClip(const std::shared_ptr<const WeightFiles>&
                                     component.name, " knows ", config.vocabulary));
   }
   if (tokenizer->model_max_length() > config.positions) {
-    return Unsupported(absl::StrCat("tokenizer", number, " makes ", tokenizer->model_max_length(), " tokens, ",
-                                    component.name, " reads ", config.positions));
+    return Unsupported(absl::StrCat("tokenizer", number, " makes ", tokenizer->model_max_length(),
+                                    " tokens, ", component.name, " reads ", config.positions));
   }
   auto model = std::make_shared<const ClipTextModel>(config);
   component.layout = model->layout();
@@ -126,8 +130,8 @@ absl::StatusOr<Component> DescribeClip(const std::shared_ptr<const WeightFiles>&
   return component;
 }
 
-absl::StatusOr<Component> DescribeVaeOf(const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base,
-                                        SdParts& parts) {
+absl::StatusOr<Component> DescribeVaeOf(const std::shared_ptr<const WeightFiles>& checkpoint,
+                                        const std::string& base, SdParts& parts) {
   std::shared_ptr<const WeightFiles> files = checkpoint;
   if (checkpoint == nullptr || !Has(*checkpoint, kFirstOfVae)) {
     ASSIGN_OR_RETURN(files, WeightFiles::Open(base + "/vae"));
@@ -160,7 +164,8 @@ absl::Status CheckFit(const SdParts& parts) {
   }
   const int64_t latent = parts.vae->config().latent_channels;
   if (unet.out_channels != latent || (unet.in_channels != latent && unet.in_channels != 2 * latent + 1)) {
-    return Unsupported(absl::StrCat("the VAE has ", latent, " latent channels, the UNet gives ", unet.out_channels));
+    return Unsupported(
+        absl::StrCat("the VAE has ", latent, " latent channels, the UNet gives ", unet.out_channels));
   }
   return absl::OkStatus();
 }
@@ -194,8 +199,9 @@ absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind) {
   }
   const std::string& base = BaseFolder(files);
   if (base.empty()) {
-    return Unsupported(absl::StrCat(files.name, " is a checkpoint in one file and needs a base model that lends it "
-                                                "tokenizers, settings and a noise schedule"));
+    return Unsupported(absl::StrCat(files.name,
+                                    " is a checkpoint in one file and needs a base model that lends it "
+                                    "tokenizers, settings and a noise schedule"));
   }
   RETURN_IF_ERROR(CheckTask(PipelineClass(base)));
 

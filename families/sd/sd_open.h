@@ -1,9 +1,9 @@
 // Describes a Stable Diffusion model out of its files: a diffusers folder, or a checkpoint in one file with a
 // folder that lends what the file lacks.
 //
-// A checkpoint has the UNet, and usually VAE and text encoders in CompVis' and OpenCLIP's layouts; it never has a
-// tokenizer, settings or a noise schedule. Those, and the parts that are missing, come from the base folder, whose
-// settings describe the parts in the file, too.
+// A checkpoint has the UNet, and usually VAE and text encoders in CompVis' and OpenCLIP's layouts; it never
+// has a tokenizer, settings or a noise schedule. Those, and the parts that are missing, come from the base
+// folder, whose settings describe the parts in the file, too.
 #ifndef LATENTD_FAMILIES_SD_SD_OPEN_H_
 #define LATENTD_FAMILIES_SD_SD_OPEN_H_
 
@@ -20,8 +20,9 @@ namespace latentd {
 enum class SdKind { kNone, kSd15, kSdxl };
 SdKind DetectSdKind(const ModelFiles& files);
 
-// Errors: those of WeightFiles::Open and JsonConfig; UNSUPPORTED_MODEL for SD 2, other tasks and parts that do not
-// fit each other, by name. The variant is "base" or "inpaint"; what is special about SDXL is the caller's.
+// Errors: those of WeightFiles::Open and JsonConfig; UNSUPPORTED_MODEL for SD 2, other tasks and parts that
+// do not fit each other, by name. The variant is "base" or "inpaint"; what is special about SDXL is the
+// caller's.
 absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind);
 
 // The folder whose settings describe the model.

@@ -36,8 +36,10 @@ absl::Status CheckTiles(const DenoiseTiles& tiles, int64_t scale) {
   }
   const int64_t most = std::min(tiles.width, tiles.height) / 2;
   if (tiles.overlap >= 0 && tiles.overlap <= most && tiles.overlap % scale == 0) return absl::OkStatus();
-  return FieldError("params.tiles", absl::StrCat("the overlap must be a multiple of ", scale, " from 0 to half of a "
-                                                 "tile's side; it is ", tiles.overlap));
+  return FieldError("params.tiles", absl::StrCat("the overlap must be a multiple of ", scale,
+                                                 " from 0 to half of a "
+                                                 "tile's side; it is ",
+                                                 tiles.overlap));
 }
 
 }  // namespace
@@ -70,7 +72,8 @@ absl::Status SdPipeline::Validate(GenerateParams& params) const {
   if (params.shift) return FieldError("params.shift", absl::StrCat("is not known to ", family(), " models"));
   if (params.max_sequence_length) {
     return FieldError("params.max_sequence_length",
-                      absl::StrCat("is not known to ", family(), " models: their text encoders read 77 tokens at a "
+                      absl::StrCat("is not known to ", family(),
+                                   " models: their text encoders read 77 tokens at a "
                                    "time"));
   }
 
@@ -82,10 +85,11 @@ absl::Status SdPipeline::Validate(GenerateParams& params) const {
   if (!params.guidance) params.guidance = defaults.guidance;
   RETURN_IF_ERROR(CheckRange("params.guidance", *params.guidance, 0, kMaxGuidance));
   if (static_cast<int64_t>(params.guidance_list.size()) > *params.steps) {
-    return FieldError("params.guidance_list", absl::StrCat("has ", params.guidance_list.size(), " entries for ",
-                                                           *params.steps, " steps"));
+    return FieldError("params.guidance_list", absl::StrCat("has ", params.guidance_list.size(),
+                                                           " entries for ", *params.steps, " steps"));
   }
-  for (double scale : params.guidance_list) RETURN_IF_ERROR(CheckRange("params.guidance_list", scale, 0, kMaxGuidance));
+  for (double scale : params.guidance_list)
+    RETURN_IF_ERROR(CheckRange("params.guidance_list", scale, 0, kMaxGuidance));
   RETURN_IF_ERROR(CheckRange("params.guidance_rescale", params.guidance_rescale.value_or(0), 0, 1));
   RETURN_IF_ERROR(ValidatePrompts(params));
   RETURN_IF_ERROR(FillSeeds(params));
@@ -118,25 +122,29 @@ absl::Status SdPipeline::ValidatePictures(GenerateParams& params) const {
   const auto count = static_cast<int64_t>(params.seeds.size());
   auto fits = [&](const at::Tensor& t, bool one) {
     return t.dim() == 4 && (t.size(0) == count || (one && t.size(0) == 1)) &&
-           t.sizes().slice(1) == at::IntArrayRef(shape).slice(1) && t.scalar_type() == at::kFloat && t.is_cpu();
+           t.sizes().slice(1) == at::IntArrayRef(shape).slice(1) && t.scalar_type() == at::kFloat &&
+           t.is_cpu();
   };
   if (params.init_image.defined()) RETURN_IF_ERROR(CheckPicture("params.init_image", params.init_image));
   if (params.init_latents.defined()) {
-    if (params.init_image.defined()) return FieldError("params.init_latents", "cannot be given with an init image");
+    if (params.init_image.defined())
+      return FieldError("params.init_latents", "cannot be given with an init image");
     if (!fits(params.init_latents, /*one=*/true)) {
-      return FieldError("params.init_latents",
-                        absl::StrCat("must be fp32 of the shape [1 or ", count, ", ", shape[1], ", ", shape[2], ", ",
-                                     shape[3], "]"));
+      return FieldError("params.init_latents", absl::StrCat("must be fp32 of the shape [1 or ", count, ", ",
+                                                            shape[1], ", ", shape[2], ", ", shape[3], "]"));
     }
   }
   if (params.mask_image.defined()) {
     RETURN_IF_ERROR(CheckPicture("params.mask_image", params.mask_image));
-    if (!params.init_image.defined()) return FieldError("params.mask_image", "needs an init image to keep parts of");
+    if (!params.init_image.defined())
+      return FieldError("params.mask_image", "needs an init image to keep parts of");
     if (takes_mask() && params.gradient_mask.value_or(false)) {
-      return FieldError("params.gradient_mask", "is not known to inpainting models, which read a mask of two values");
+      return FieldError("params.gradient_mask",
+                        "is not known to inpainting models, which read a mask of two values");
     }
   } else if (takes_mask()) {
-    return FieldError("params.mask_image", "is missing: this model was trained to repaint a part of an init image");
+    return FieldError("params.mask_image",
+                      "is missing: this model was trained to repaint a part of an init image");
   } else if (params.gradient_mask) {
     return FieldError("params.gradient_mask", "needs a mask");
   }
@@ -190,7 +198,8 @@ SdText SdPipeline::TextOf(const SdEncoder& encoder, const GenerateParams& params
     text.text = *own;
     text.field = negative ? "params.negative_prompt_2" : "params.prompt_2";
   }
-  if (params.prompt_syntax) text.syntax = ParsePromptSyntax(*params.prompt_syntax).value_or(PromptSyntax::kPlain);
+  if (params.prompt_syntax)
+    text.syntax = ParsePromptSyntax(*params.prompt_syntax).value_or(PromptSyntax::kPlain);
   return text;
 }
 
@@ -210,7 +219,8 @@ absl::Status SdPipeline::Encode(const std::string& component, const WeightView& 
   c10::InferenceMode inference;
   const auto encoder = std::find_if(parts_.encoders.begin(), parts_.encoders.end(),
                                     [&](const SdEncoder& e) { return e.component == component; });
-  if (encoder == parts_.encoders.end()) return absl::InternalError(absl::StrCat(component, " is no text encoder"));
+  if (encoder == parts_.encoders.end())
+    return absl::InternalError(absl::StrCat(component, " is no text encoder"));
   const int64_t tokens = Tokens(params);
   for (const bool negative : {false, true}) {
     if (negative && !EncodesNegative(params)) continue;
@@ -225,8 +235,8 @@ absl::Status SdPipeline::Encode(const std::string& component, const WeightView& 
 }
 
 std::string SdPipeline::EncodeKey(const std::string& component, const GenerateParams& params) const {
-  std::string key = absl::StrCat(params.clip_skip.value_or(0), "|", params.prompt_syntax.value_or("plain"), "|",
-                                 Tokens(params));
+  std::string key = absl::StrCat(params.clip_skip.value_or(0), "|", params.prompt_syntax.value_or("plain"),
+                                 "|", Tokens(params));
   for (const SdEncoder& encoder : parts_.encoders) {
     if (encoder.component != component) continue;
     for (const bool negative : {false, true}) {
@@ -248,7 +258,8 @@ int64_t SdPipeline::ConditioningBytes(const std::string& component, const Genera
   return (EncodesNegative(params) ? 2 : 1) * floats * int64_t{sizeof(float)};
 }
 
-absl::StatusOr<SdPrompts> SdPipeline::PromptsOf(const GenerateParams& params, Conditioning& conditioning) const {
+absl::StatusOr<SdPrompts> SdPipeline::PromptsOf(const GenerateParams& params,
+                                                Conditioning& conditioning) const {
   SdPrompts prompts;
   std::vector<at::Tensor> rows;
   const bool guided = Guided(params);
@@ -281,7 +292,8 @@ absl::StatusOr<at::Tensor> SdPipeline::EncodeImage(const WeightView& weights, co
   AutoencoderKl::Posterior image, masked;
   if (draws.image) image = EncodePicture(vae, weights, input, options.tile);
   if (draws.masked && takes_mask()) {
-    const at::Tensor kept = PixelMask(params, /*binary=*/true).lt(0.5).to(weights.device(), input.scalar_type());
+    const at::Tensor kept =
+        PixelMask(params, /*binary=*/true).lt(0.5).to(weights.device(), input.scalar_type());
     masked = EncodePicture(vae, weights, input * kept, options.tile);
   }
   const std::vector<int64_t> shape = LatentShape(params);
@@ -298,7 +310,8 @@ absl::StatusOr<at::Tensor> SdPipeline::EncodeImage(const WeightView& weights, co
   return at::cat(samples);
 }
 
-absl::StatusOr<std::unique_ptr<Denoiser>> SdPipeline::Begin(const GenerateParams& params, Conditioning conditioning,
+absl::StatusOr<std::unique_ptr<Denoiser>> SdPipeline::Begin(const GenerateParams& params,
+                                                            Conditioning conditioning,
                                                             at::Tensor init_latents) const {
   c10::InferenceMode inference;
   const std::vector<int64_t> shape = LatentShape(params);

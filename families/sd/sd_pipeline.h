@@ -1,8 +1,8 @@
 // Stable Diffusion, from a prompt to a picture: what SD 1.5 and SDXL have in common. Numerics are those of
 // diffusers' text-to-image, image-to-image and inpainting pipelines.
 //
-// Whatever type a file stores, everything is computed in fp32; so the VAE of SDXL, which overflows in fp16, gives
-// finite pictures from a file in fp16.
+// Whatever type a file stores, everything is computed in fp32; so the VAE of SDXL, which overflows in fp16,
+// gives finite pictures from a file in fp16.
 //
 // Immutable; any thread. Denoisers share the network with the pipeline that made them and may outlive it.
 #ifndef LATENTD_FAMILIES_SD_SD_PIPELINE_H_
@@ -59,8 +59,8 @@ class SdPipeline : public Pipeline {
   std::string EncodeKey(const std::string& component, const GenerateParams& params) const override;
   int64_t ConditioningBytes(const std::string& component, const GenerateParams& params) const override;
 
-  // [N, C, h, w] samples of the init image, one per seed; with a mask and a network that takes it [N, 2·C, h, w],
-  // followed by those of what the mask leaves.
+  // [N, C, h, w] samples of the init image, one per seed; with a mask and a network that takes it [N, 2·C, h,
+  // w], followed by those of what the mask leaves.
   std::string image_encoder_component() const override { return "vae"; }
   absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params,
                                          const PhaseOptions& options) const override;

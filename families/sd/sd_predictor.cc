@@ -7,7 +7,8 @@
 
 namespace latentd {
 
-SdPredictor::SdPredictor(std::shared_ptr<const UNet2DCondition> unet, SdPrompts prompts, double guidance_rescale)
+SdPredictor::SdPredictor(std::shared_ptr<const UNet2DCondition> unet, SdPrompts prompts,
+                         double guidance_rescale)
     : unet_(std::move(unet)), prompts_(std::move(prompts)), guidance_rescale_(guidance_rescale) {}
 
 void SdPredictor::Prepare(const WeightView& w) {

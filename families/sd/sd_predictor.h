@@ -1,7 +1,8 @@
-// The network's guided answer to one noisy latent: what is the same for every sampler, with and without tiles.
+// The network's guided answer to one noisy latent: what is the same for every sampler, with and without
+// tiles.
 //
-// One run's; one thread at a time. Conditioning comes from host memory and is taken to where the weights are by
-// Prepare().
+// One run's; one thread at a time. Conditioning comes from host memory and is taken to where the weights are
+// by Prepare().
 #ifndef LATENTD_FAMILIES_SD_SD_PREDICTOR_H_
 #define LATENTD_FAMILIES_SD_SD_PREDICTOR_H_
 
@@ -27,8 +28,9 @@ class SdPredictor {
   // Before the first call; again at no cost.
   void Prepare(const WeightView& w);
 
-  // x: [1, C, h, w], scaled as the network takes it; `more`: channels to put behind it (a mask and what it covers),
-  // or undefined. Both prompts are one batch; at a guidance of 1 or less the wanted one is run alone. → x's shape.
+  // x: [1, C, h, w], scaled as the network takes it; `more`: channels to put behind it (a mask and what it
+  // covers), or undefined. Both prompts are one batch; at a guidance of 1 or less the wanted one is run
+  // alone. → x's shape.
   at::Tensor operator()(const WeightView& w, const at::Tensor& x, const at::Tensor& more, double timestep,
                         double guidance);
 

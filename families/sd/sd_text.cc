@@ -19,13 +19,15 @@ LongPrompts ModeOf(const SdText& text) {
 }  // namespace
 
 absl::StatusOr<PromptSyntax> ParsePromptSyntax(absl::string_view name) {
-  for (const auto& [known, syntax] : {std::pair<absl::string_view, PromptSyntax>{"plain", PromptSyntax::kPlain},
-                                      {"compel", PromptSyntax::kCompel},
-                                      {"a1111", PromptSyntax::kA1111}}) {
+  for (const auto& [known, syntax] :
+       {std::pair<absl::string_view, PromptSyntax>{"plain", PromptSyntax::kPlain},
+        {"compel", PromptSyntax::kCompel},
+        {"a1111", PromptSyntax::kA1111}}) {
     if (name == known) return syntax;
   }
-  return FieldError("params.prompt_syntax",
-                    absl::StrCat("\"", name, "\" is not known; there are \"plain\", \"compel\" and \"a1111\""));
+  return FieldError(
+      "params.prompt_syntax",
+      absl::StrCat("\"", name, "\" is not known; there are \"plain\", \"compel\" and \"a1111\""));
 }
 
 absl::StatusOr<int64_t> TokensOf(const SdEncoder& encoder, const SdText& text) {
@@ -45,8 +47,8 @@ absl::StatusOr<int64_t> TokensOf(const SdEncoder& encoder, const SdText& text) {
   return FieldError(text.field, absl::StrCat("makes ", tokens, " tokens; at most ", most, " are taken"));
 }
 
-absl::StatusOr<ClipTextModel::Output> EncodeText(const SdEncoder& encoder, const WeightView& w, const SdText& text,
-                                                 const ClipTap& tap, int64_t tokens) {
+absl::StatusOr<ClipTextModel::Output> EncodeText(const SdEncoder& encoder, const WeightView& w,
+                                                 const SdText& text, const ClipTap& tap, int64_t tokens) {
   const ClipTextModel& model = *encoder.model;
   const ClipTokenizer& tokenizer = *encoder.tokenizer;
   ClipTap hidden_only = tap;

@@ -24,8 +24,8 @@ struct SdEncoder {
   std::shared_ptr<const ClipTokenizer> tokenizer;
 };
 
-// "plain" (what is longer than the encoder reads is cut off, as by diffusers), "compel" and "a1111" (as many windows
-// as it takes). Errors: INVALID_ARGUMENT INVALID_FIELD on params.prompt_syntax.
+// "plain" (what is longer than the encoder reads is cut off, as by diffusers), "compel" and "a1111" (as many
+// windows as it takes). Errors: INVALID_ARGUMENT INVALID_FIELD on params.prompt_syntax.
 absl::StatusOr<PromptSyntax> ParsePromptSyntax(absl::string_view name);
 
 struct SdText {
@@ -34,14 +34,15 @@ struct SdText {
   absl::string_view field;  // for errors: "params.prompt"
 };
 
-// Tokens of the text's hidden states. Errors: INVALID_FIELD on the text's field, for what does not parse and for
-// too many windows.
+// Tokens of the text's hidden states. Errors: INVALID_FIELD on the text's field, for what does not parse and
+// for too many windows.
 absl::StatusOr<int64_t> TokensOf(const SdEncoder& encoder, const SdText& text);
 
-// Hidden states [1, tokens, dim], continued by windows of the empty prompt where the text has less of them, and
-// the pooled row where the tap asks for one. On the view's device. REQUIRES: tokens >= TokensOf(encoder, text).
-absl::StatusOr<ClipTextModel::Output> EncodeText(const SdEncoder& encoder, const WeightView& w, const SdText& text,
-                                                 const ClipTap& tap, int64_t tokens);
+// Hidden states [1, tokens, dim], continued by windows of the empty prompt where the text has less of them,
+// and the pooled row where the tap asks for one. On the view's device. REQUIRES: tokens >= TokensOf(encoder,
+// text).
+absl::StatusOr<ClipTextModel::Output> EncodeText(const SdEncoder& encoder, const WeightView& w,
+                                                 const SdText& text, const ClipTap& tap, int64_t tokens);
 
 }  // namespace latentd
 

@@ -17,7 +17,8 @@ std::vector<int64_t> Begins(int64_t extent, int64_t size, int64_t overlap) {
   return begins;
 }
 
-// Along one axis: rises over what is shared with the tile before, falls over what is shared with the one after.
+// Along one axis: rises over what is shared with the tile before, falls over what is shared with the one
+// after.
 at::Tensor Ramp(const std::vector<int64_t>& begins, size_t i, int64_t size) {
   at::Tensor ramp = at::ones({size});
   if (i > 0) {
@@ -44,8 +45,9 @@ std::vector<SdTile> LayTiles(int64_t height, int64_t width, int64_t tile_height,
     for (size_t column = 0; column < lefts.size(); ++column) {
       SdTile tile{tops[row], lefts[column], tile_height, tile_width, {}};
       if (tops.size() * lefts.size() > 1) {
-        tile.weight = (Ramp(tops, row, tile_height).unsqueeze(1) * Ramp(lefts, column, tile_width).unsqueeze(0))
-                          .view({1, 1, tile_height, tile_width});
+        tile.weight =
+            (Ramp(tops, row, tile_height).unsqueeze(1) * Ramp(lefts, column, tile_width).unsqueeze(0))
+                .view({1, 1, tile_height, tile_width});
       }
       tiles.push_back(std::move(tile));
     }
@@ -53,8 +55,8 @@ std::vector<SdTile> LayTiles(int64_t height, int64_t width, int64_t tile_height,
   return tiles;
 }
 
-at::Tensor MergeTiles(const std::vector<SdTile>& tiles, const std::vector<at::Tensor>& results, int64_t height,
-                      int64_t width) {
+at::Tensor MergeTiles(const std::vector<SdTile>& tiles, const std::vector<at::Tensor>& results,
+                      int64_t height, int64_t width) {
   if (tiles.size() == 1) return results.front();
   const at::Tensor& first = results.front();
   at::Tensor merged = at::zeros({1, first.size(1), height, width}, first.options());

@@ -105,7 +105,8 @@ UNetConditioning UNet2DCondition::PrepareConditioning(const WeightView& w, const
   for (int64_t row = 0; row < numbers.size(0); ++row) {
     std::vector<at::Tensor> sinusoids;
     for (int64_t i = 0; i < numbers.size(1); ++i) {
-      sinusoids.push_back(SinusoidalEmbedding(numbers[row][i].item<float>(), config_.time_ids_dim, w.device()));
+      sinusoids.push_back(
+          SinusoidalEmbedding(numbers[row][i].item<float>(), config_.time_ids_dim, w.device()));
     }
     rows.push_back(at::cat(sinusoids, -1));
   }
@@ -204,7 +205,8 @@ int64_t UNet2DCondition::WorkingBytes(int64_t tokens, int64_t height, int64_t wi
     for (int64_t extent : tensor.shape) n *= extent;
     largest_weight = std::max(largest_weight, n);
   }
-  const double text = static_cast<double>(tokens * (config_.context_dim + 2 * config_.levels.back().channels));
+  const double text =
+      static_cast<double>(tokens * (config_.context_dim + 2 * config_.levels.back().channels));
   const double floats =
       kHeapGaps * kBatch * (widest + left + text) + 2.5 * static_cast<double>(largest_weight);
   return static_cast<int64_t>(floats * sizeof(float)) + kSlackBytes;

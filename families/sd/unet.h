@@ -1,13 +1,14 @@
-// The denoiser of Stable Diffusion 1.5 and SDXL: a UNet that reads text by cross-attention. Names and numerics
-// are those of diffusers' UNet2DConditionModel. Architecture: Rombach et al. 2022, "High-Resolution Image
-// Synthesis with Latent Diffusion Models"; Podell et al. 2023, "SDXL", section 2.2 (numbers about the picture).
+// The denoiser of Stable Diffusion 1.5 and SDXL: a UNet that reads text by cross-attention. Names and
+// numerics are those of diffusers' UNet2DConditionModel. Architecture: Rombach et al. 2022, "High-Resolution
+// Image Synthesis with Latent Diffusion Models"; Podell et al. 2023, "SDXL", section 2.2 (numbers about the
+// picture).
 //
 //   UNetConditioning c = unet.PrepareConditioning(view, context, pooled, time_ids);  // once per run
 //   at::Tensor time = unet.TimeEmbedding(view, timestep, c);                         // once per step
 //   at::Tensor output = unet(view, x, time, c.context);                              // per picture
 //
-// The batch of a call is that of the conditioning: 2 with classifier-free guidance, unwanted first. Any latent
-// size is taken; on the way up, a map is brought to the size that its level had on the way down.
+// The batch of a call is that of the conditioning: 2 with classifier-free guidance, unwanted first. Any
+// latent size is taken; on the way up, a map is brought to the size that its level had on the way down.
 //
 // Immutable after the constructor; any thread, each with a view of its own.
 #ifndef LATENTD_FAMILIES_SD_UNET_H_
@@ -42,10 +43,10 @@ class UNet2DCondition {
   const std::shared_ptr<const ComponentLayout>& layout() const { return layout_; }
   const UNetConfig& config() const { return config_; }
 
-  // context: [batch, tokens, context_dim]; pooled: [batch, pooled_dim] and time_ids: [batch, n], both ignored by
-  // models without an added embedding. In host memory or on the view's device.
-  UNetConditioning PrepareConditioning(const WeightView& w, const at::Tensor& context, const at::Tensor& pooled,
-                                       const at::Tensor& time_ids) const;
+  // context: [batch, tokens, context_dim]; pooled: [batch, pooled_dim] and time_ids: [batch, n], both ignored
+  // by models without an added embedding. In host memory or on the view's device.
+  UNetConditioning PrepareConditioning(const WeightView& w, const at::Tensor& context,
+                                       const at::Tensor& pooled, const at::Tensor& time_ids) const;
 
   // What the resnets take, [1 or batch, time_dim]; SiLU applied. `timestep`: 0 to 999.
   at::Tensor TimeEmbedding(const WeightView& w, float timestep, const UNetConditioning& conditioning) const;

@@ -1,12 +1,12 @@
-// What a Stable Diffusion UNet is built of: residual convolutions that take the time, and transformers over the
-// places of a feature map that read the text. Names and numerics are those of diffusers' ResnetBlock2D,
+// What a Stable Diffusion UNet is built of: residual convolutions that take the time, and transformers over
+// the places of a feature map that read the text. Names and numerics are those of diffusers' ResnetBlock2D,
 // Transformer2DModel and BasicTransformerBlock; the design is that of Rombach et al. 2022, "High-Resolution
-// Image Synthesis with Latent Diffusion Models", section 3.3, with the gated feed-forward of Shazeer 2020, "GLU
-// Variants Improve Transformer".
+// Image Synthesis with Latent Diffusion Models", section 3.3, with the gated feed-forward of Shazeer 2020,
+// "GLU Variants Improve Transformer".
 //
 // Feature maps are [batch, channels, h, w], in channels-last order in host memory: there, a convolution is
-// faster in it and a transformer's tokens need no copy. Immutable after Describe; any thread, each with a view
-// of its own.
+// faster in it and a transformer's tokens need no copy. Immutable after Describe; any thread, each with a
+// view of its own.
 #ifndef LATENTD_FAMILIES_SD_UNET_BLOCKS_H_
 #define LATENTD_FAMILIES_SD_UNET_BLOCKS_H_
 

@@ -29,8 +29,9 @@ void RefuseVariants(JsonConfig& json) {
         "time_embedding_act_fn", "timestep_post_act", "num_class_embeds", "num_attention_heads"}) {
     if (json.Has(key)) refuse(key, "in a UNet");
   }
-  for (const char* key : {"center_input_sample", "dual_cross_attention", "only_cross_attention",
-                          "class_embeddings_concat", "resnet_skip_time_act", "mid_block_only_cross_attention"}) {
+  for (const char* key :
+       {"center_input_sample", "dual_cross_attention", "only_cross_attention", "class_embeddings_concat",
+        "resnet_skip_time_act", "mid_block_only_cross_attention"}) {
     if (json.Bool(key, false)) refuse(key, "true");
   }
   if (!json.Bool("flip_sin_to_cos", true)) refuse("flip_sin_to_cos", "false");
@@ -66,16 +67,15 @@ absl::StatusOr<UNetConfig> UNetConfig::Load(const std::string& path) {
   config.sample_size = json.Int("sample_size", 64, 1, 1 << 10);
   config.linear_projection = json.Bool("use_linear_projection", false);
 
-  const std::vector<int64_t> channels =
-      json.Ints("block_out_channels", {320, 640, 1280, 1280}, 1, 1 << 14);
+  const std::vector<int64_t> channels = json.Ints("block_out_channels", {320, 640, 1280, 1280}, 1, 1 << 14);
   const size_t count = channels.size();
   if (count < 1 || count > kMaxLevels) {
     refuse(absl::StrCat(count, " levels"));
     return json.status();
   }
-  const std::vector<std::string> down = json.Strings(
-      "down_block_types",
-      {"CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"});
+  const std::vector<std::string> down =
+      json.Strings("down_block_types",
+                   {"CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"});
   const std::vector<std::string> up = json.Strings(
       "up_block_types", {"UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"});
   // Published configs call the number of heads by this name.
@@ -94,7 +94,8 @@ absl::StatusOr<UNetConfig> UNetConfig::Load(const std::string& path) {
     if (!level.attention && down[i] != "DownBlock2D") refuse("block type " + down[i]);
     if (!level.up_attention && up_type != "UpBlock2D") refuse("block type " + up_type);
     if (level.channels % config.groups != 0 || level.channels % level.heads != 0) {
-      refuse(absl::StrCat(level.channels, " channels in ", config.groups, " groups and ", level.heads, " heads"));
+      refuse(absl::StrCat(level.channels, " channels in ", config.groups, " groups and ", level.heads,
+                          " heads"));
     }
     config.levels.push_back(level);
   }

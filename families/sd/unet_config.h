@@ -21,19 +21,17 @@ struct UNetConfig {
     bool up_attention = false;
   };
   int64_t in_channels = 4, out_channels = 4;
-  std::vector<Level> levels = {{320, 8, 1, true, true},
-                               {640, 8, 1, true, true},
-                               {1280, 8, 1, true, true},
-                               {1280, 8, 1, false, false}};
+  std::vector<Level> levels = {
+      {320, 8, 1, true, true}, {640, 8, 1, true, true}, {1280, 8, 1, true, true}, {1280, 8, 1, false, false}};
   int64_t layers_per_block = 2;  // resnets of a level on the way down; one more on the way up
   int64_t context_dim = 768;     // of the text
   int64_t groups = 32;
   double norm_eps = 1e-5;
-  int64_t sample_size = 64;  // latents' side that the model was trained on; no more than a default
+  int64_t sample_size = 64;        // latents' side that the model was trained on; no more than a default
   bool linear_projection = false;  // into and out of an attention: linear layers, or 1×1 convolutions
 
-  // SDXL: a pooled text, and numbers about the picture, each as a sinusoid of `time_ids_dim`, are added to the
-  // time embedding. 0: there is nothing of the kind.
+  // SDXL: a pooled text, and numbers about the picture, each as a sinusoid of `time_ids_dim`, are added to
+  // the time embedding. 0: there is nothing of the kind.
   int64_t added_dim = 0;     // pooled text and all sinusoids side by side
   int64_t time_ids_dim = 0;  // of one number
 
@@ -41,8 +39,8 @@ struct UNetConfig {
   // How many numbers are told about the picture, for a pooled text of `pooled_dim`; −1 if that cannot be.
   int64_t time_ids(int64_t pooled_dim) const;
 
-  // Of a config.json. Errors: those of JsonConfig; UNSUPPORTED_MODEL for blocks and embeddings that neither SD
-  // 1.5 nor SDXL has.
+  // Of a config.json. Errors: those of JsonConfig; UNSUPPORTED_MODEL for blocks and embeddings that neither
+  // SD 1.5 nor SDXL has.
   static absl::StatusOr<UNetConfig> Load(const std::string& path);
 
   // The published models.

@@ -29,8 +29,10 @@ TEST(FullSizeDescriptions, HaveThePublishedNumberOfParameters) {
 TEST(FullSizeDescriptions, HaveTheShapesThatSetTheModelsApart) {
   const UNet2DCondition sd15(UNetConfig::Sd15()), base(UNetConfig::SdxlBase()),
       refiner(UNetConfig::SdxlRefiner());
-  EXPECT_THAT(ShapeOf(*sd15.layout(), "down_blocks.0.attentions.0.proj_in.weight"), ElementsAre(320, 320, 1, 1));
-  EXPECT_THAT(ShapeOf(*sd15.layout(), "up_blocks.3.resnets.2.conv_shortcut.weight"), ElementsAre(320, 640, 1, 1));
+  EXPECT_THAT(ShapeOf(*sd15.layout(), "down_blocks.0.attentions.0.proj_in.weight"),
+              ElementsAre(320, 320, 1, 1));
+  EXPECT_THAT(ShapeOf(*sd15.layout(), "up_blocks.3.resnets.2.conv_shortcut.weight"),
+              ElementsAre(320, 640, 1, 1));
   EXPECT_THAT(ShapeOf(*base.layout(), "down_blocks.2.attentions.1.transformer_blocks.9.attn2.to_k.weight"),
               ElementsAre(1280, 2048));
   EXPECT_THAT(ShapeOf(*base.layout(), "add_embedding.linear_1.weight"), ElementsAre(1280, 2816));
@@ -63,7 +65,8 @@ TEST(LdmNames, OfEveryLayerOfTheFullSizeModels) {
     const UNet2DCondition unet(config);
     const KeyMap& map = *LdmUNetKeys(unet);
     size_t weights = 0;
-    for (const TensorDecl& tensor : unet.layout()->tensors()) weights += tensor.name.ends_with(".weight") ? 1 : 0;
+    for (const TensorDecl& tensor : unet.layout()->tensors())
+      weights += tensor.name.ends_with(".weight") ? 1 : 0;
     const std::vector<std::string> modules = map.NativeModules(*unet.layout());
     EXPECT_EQ(modules.size(), weights);
     EXPECT_THAT(modules, testing::Each(testing::Not(testing::HasSubstr("down_blocks"))));

@@ -12,14 +12,16 @@ namespace latentd {
 namespace {
 
 // Latent → RGB by least squares over pictures, as in ComfyUI's latent_formats.
-constexpr float kFactors[4][3] = {
-    {0.3512f, 0.2297f, 0.3227f}, {0.3250f, 0.4974f, 0.2350f}, {-0.2829f, 0.1762f, 0.2721f}, {-0.2120f, -0.2616f, -0.7177f}};
+constexpr float kFactors[4][3] = {{0.3512f, 0.2297f, 0.3227f},
+                                  {0.3250f, 0.4974f, 0.2350f},
+                                  {-0.2829f, 0.1762f, 0.2721f},
+                                  {-0.2120f, -0.2616f, -0.7177f}};
 constexpr double kScaling = 0.18215;
 
 constexpr absl::string_view kFields[] = {
-    "params.prompt_syntax",  "params.clip_skip",       "params.schedule",      "params.eta",
+    "params.prompt_syntax",    "params.clip_skip",     "params.schedule",        "params.eta",
     "params.guidance_rescale", "params.guidance_list", "params.denoising_start", "params.denoising_end",
-    "params.mask_image",     "params.gradient_mask",   "params.init_latents", "params.tiles"};
+    "params.mask_image",       "params.gradient_mask", "params.init_latents",    "params.tiles"};
 
 }  // namespace
 
@@ -39,7 +41,8 @@ absl::StatusOr<std::unique_ptr<Pipeline>> Sd15Family::Open(const ModelFiles& fil
     parts.preview.factors = at::tensor(at::ArrayRef<float>(&kFactors[0][0], 4 * 3)).view({4, 3});
     parts.preview.bias = at::zeros({3});
   }
-  RETURN_IF_ERROR(ReadSettings(BaseFolder(files), parts.vae->config().latent_channels, defaults, parts.preview));
+  RETURN_IF_ERROR(
+      ReadSettings(BaseFolder(files), parts.vae->config().latent_channels, defaults, parts.preview));
   return std::make_unique<Sd15Pipeline>(std::move(parts));
 }
 

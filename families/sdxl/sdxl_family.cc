@@ -14,14 +14,17 @@ namespace latentd {
 namespace {
 
 // Latent → RGB by least squares over pictures, as in ComfyUI's latent_formats.
-constexpr float kFactors[4][3] = {
-    {0.3651f, 0.4232f, 0.4341f}, {-0.2533f, -0.0042f, 0.1068f}, {0.1076f, 0.1111f, -0.0362f}, {-0.3165f, -0.2492f, -0.2188f}};
+constexpr float kFactors[4][3] = {{0.3651f, 0.4232f, 0.4341f},
+                                  {-0.2533f, -0.0042f, 0.1068f},
+                                  {0.1076f, 0.1111f, -0.0362f},
+                                  {-0.3165f, -0.2492f, -0.2188f}};
 constexpr float kBias[3] = {0.1084f, -0.0175f, -0.0011f};
 constexpr double kScaling = 0.13025;
 
 // Distilled models are told by their scheduler alone.
 bool IsTurbo(const SdParts& parts) {
-  return parts.defaults.sampler == "euler_a" && parts.schedule->config().spacing == TimestepSpacing::kTrailing;
+  return parts.defaults.sampler == "euler_a" &&
+         parts.schedule->config().spacing == TimestepSpacing::kTrailing;
 }
 
 }  // namespace
@@ -34,8 +37,9 @@ absl::StatusOr<std::unique_ptr<Pipeline>> SdxlFamily::Open(const ModelFiles& fil
   const int64_t pooled = parts.encoders.back().model->config().projection;
   const int64_t numbers = unet.time_ids(pooled);
   if (numbers != 5 && numbers != 6) {
-    return Unsupported(absl::StrCat("the UNet takes ", unet.added_dim, " added channels, of which the text encoder gives ",
-                                    pooled, " and each number about the picture ", unet.time_ids_dim));
+    return Unsupported(absl::StrCat("the UNet takes ", unet.added_dim,
+                                    " added channels, of which the text encoder gives ", pooled,
+                                    " and each number about the picture ", unet.time_ids_dim));
   }
   ModelDefaults& defaults = parts.defaults;
   defaults.width = defaults.height = unet.sample_size * parts.vae->config().scale();
@@ -58,7 +62,8 @@ absl::StatusOr<std::unique_ptr<Pipeline>> SdxlFamily::Open(const ModelFiles& fil
     parts.preview.factors = at::tensor(at::ArrayRef<float>(&kFactors[0][0], 4 * 3)).view({4, 3});
     parts.preview.bias = at::tensor(at::ArrayRef<float>(kBias, 3));
   }
-  RETURN_IF_ERROR(ReadSettings(BaseFolder(files), parts.vae->config().latent_channels, defaults, parts.preview));
+  RETURN_IF_ERROR(
+      ReadSettings(BaseFolder(files), parts.vae->config().latent_channels, defaults, parts.preview));
   return std::make_unique<SdxlPipeline>(std::move(parts));
 }
 

@@ -9,8 +9,8 @@
 
 namespace latentd {
 
-// Immutable; any thread. Reads diffusers folders (text to image, image to image, inpainting; base, refiner, turbo)
-// and checkpoints in one file with a base folder.
+// Immutable; any thread. Reads diffusers folders (text to image, image to image, inpainting; base, refiner,
+// turbo) and checkpoints in one file with a base folder.
 class SdxlFamily : public Family {
  public:
   absl::string_view name() const override { return "sdxl"; }

@@ -8,12 +8,25 @@
 namespace latentd {
 namespace {
 
-constexpr absl::string_view kFields[] = {
-    "params.prompt_2",         "params.negative_prompt_2", "params.prompt_syntax",   "params.clip_skip",
-    "params.schedule",         "params.eta",               "params.guidance_rescale", "params.guidance_list",
-    "params.denoising_start",  "params.denoising_end",     "params.mask_image",      "params.gradient_mask",
-    "params.init_latents",     "params.original_size",     "params.target_size",     "params.crop",
-    "params.aesthetic_score",  "params.negative_aesthetic_score", "params.tiles"};
+constexpr absl::string_view kFields[] = {"params.prompt_2",
+                                         "params.negative_prompt_2",
+                                         "params.prompt_syntax",
+                                         "params.clip_skip",
+                                         "params.schedule",
+                                         "params.eta",
+                                         "params.guidance_rescale",
+                                         "params.guidance_list",
+                                         "params.denoising_start",
+                                         "params.denoising_end",
+                                         "params.mask_image",
+                                         "params.gradient_mask",
+                                         "params.init_latents",
+                                         "params.original_size",
+                                         "params.target_size",
+                                         "params.crop",
+                                         "params.aesthetic_score",
+                                         "params.negative_aesthetic_score",
+                                         "params.tiles"};
 
 constexpr double kScore = 6, kNegativeScore = 2.5, kMaxScore = 100;
 constexpr double kMaxExtent = 1 << 16;
@@ -21,7 +34,8 @@ constexpr int64_t kNumbersWithScore = 5;
 
 absl::Status CheckExtent(absl::string_view field, const std::optional<PixelSize>& size) {
   if (!size) return absl::OkStatus();
-  if (absl::Status status = CheckRange(field, static_cast<double>(size->width), 1, kMaxExtent); !status.ok()) {
+  if (absl::Status status = CheckRange(field, static_cast<double>(size->width), 1, kMaxExtent);
+      !status.ok()) {
     return status;
   }
   return CheckRange(field, static_cast<double>(size->height), 1, kMaxExtent);
@@ -32,7 +46,8 @@ absl::Status CheckExtent(absl::string_view field, const std::optional<PixelSize>
 absl::Span<const absl::string_view> SdxlPipeline::KnownFields() const { return kFields; }
 
 bool SdxlPipeline::takes_score() const {
-  return parts_.unet->config().time_ids(parts_.encoders.back().model->config().projection) == kNumbersWithScore;
+  return parts_.unet->config().time_ids(parts_.encoders.back().model->config().projection) ==
+         kNumbersWithScore;
 }
 
 absl::Status SdxlPipeline::ValidateOwn(GenerateParams& params) const {
@@ -42,23 +57,26 @@ absl::Status SdxlPipeline::ValidateOwn(GenerateParams& params) const {
   RETURN_IF_ERROR(CheckRange("params.crop", static_cast<double>(crop.left), 0, kMaxExtent));
   RETURN_IF_ERROR(CheckRange("params.crop", static_cast<double>(crop.top), 0, kMaxExtent));
   if (!takes_score()) {
-    for (const auto& [field, score] : {std::pair{"params.aesthetic_score", params.aesthetic_score},
-                                       {"params.negative_aesthetic_score", params.negative_aesthetic_score}}) {
+    for (const auto& [field, score] :
+         {std::pair{"params.aesthetic_score", params.aesthetic_score},
+          {"params.negative_aesthetic_score", params.negative_aesthetic_score}}) {
       if (score) return FieldError(field, "is known to the refiner alone");
     }
     return absl::OkStatus();
   }
   if (params.target_size) return FieldError("params.target_size", "is not known to the refiner");
   if (parts_.encoders.size() < 2 && params.prompt_2) {
-    return FieldError("params.prompt_2", "has no text encoder to read it: the refiner has one, for params.prompt");
+    return FieldError("params.prompt_2",
+                      "has no text encoder to read it: the refiner has one, for params.prompt");
   }
-  RETURN_IF_ERROR(CheckRange("params.aesthetic_score", params.aesthetic_score.value_or(kScore), 0, kMaxScore));
-  return CheckRange("params.negative_aesthetic_score", params.negative_aesthetic_score.value_or(kNegativeScore), 0,
-                    kMaxScore);
+  RETURN_IF_ERROR(
+      CheckRange("params.aesthetic_score", params.aesthetic_score.value_or(kScore), 0, kMaxScore));
+  return CheckRange("params.negative_aesthetic_score",
+                    params.negative_aesthetic_score.value_or(kNegativeScore), 0, kMaxScore);
 }
 
-absl::Status SdxlPipeline::AddToPrompts(const GenerateParams& params, Conditioning& conditioning, int64_t rows,
-                                        SdPrompts& prompts) const {
+absl::Status SdxlPipeline::AddToPrompts(const GenerateParams& params, Conditioning& conditioning,
+                                        int64_t rows, SdPrompts& prompts) const {
   const PixelSize own{*params.width, *params.height};
   const PixelSize original = params.original_size.value_or(own), target = params.target_size.value_or(own);
   const PixelPoint crop = params.crop.value_or(PixelPoint());

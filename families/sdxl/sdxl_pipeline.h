@@ -1,6 +1,6 @@
-// SDXL: the last hidden state but one of both CLIPs side by side (of the second alone for the refiner), the second
-// one's pooled text, and numbers about the picture: its original size, where it was cut, and the size that it was
-// cut to, or for the refiner how it was rated. Podell et al. 2023, "SDXL", section 2.2.
+// SDXL: the last hidden state but one of both CLIPs side by side (of the second alone for the refiner), the
+// second one's pooled text, and numbers about the picture: its original size, where it was cut, and the size
+// that it was cut to, or for the refiner how it was rated. Podell et al. 2023, "SDXL", section 2.2.
 //
 // Immutable; any thread.
 #ifndef LATENTD_FAMILIES_SDXL_SDXL_PIPELINE_H_

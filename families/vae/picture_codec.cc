@@ -10,7 +10,9 @@ namespace latentd {
 namespace {
 
 // [-1, 1] → [0, 255]. Overwrites x.
-at::Tensor ToBytes(at::Tensor x) { return x.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_().to(at::kByte); }
+at::Tensor ToBytes(at::Tensor x) {
+  return x.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_().to(at::kByte);
+}
 
 }  // namespace
 
@@ -34,7 +36,8 @@ AutoencoderKl::Posterior EncodePicture(const AutoencoderKl& vae, const WeightVie
   return {ToHost(posterior.mean), ToHost(posterior.std)};
 }
 
-at::Tensor DecodePicture(const AutoencoderKl& vae, const WeightView& w, const at::Tensor& latents, int64_t tile) {
+at::Tensor DecodePicture(const AutoencoderKl& vae, const WeightView& w, const at::Tensor& latents,
+                         int64_t tile) {
   const at::Tensor z = vae.FromModel(latents.to(w.device(), w.compute_type()));
   return ToHost(ToBytes(vae.Decode(w, z, tile)).squeeze(0).permute({1, 2, 0}));
 }

@@ -1,5 +1,5 @@
-// Between 8-bit pictures in host memory and latents, by an AutoencoderKl: what every family with that VAE does.
-// Any thread, each with a view of its own.
+// Between 8-bit pictures in host memory and latents, by an AutoencoderKl: what every family with that VAE
+// does. Any thread, each with a view of its own.
 #ifndef LATENTD_FAMILIES_VAE_PICTURE_CODEC_H_
 #define LATENTD_FAMILIES_VAE_PICTURE_CODEC_H_
 
@@ -25,7 +25,8 @@ AutoencoderKl::Posterior EncodePicture(const AutoencoderKl& vae, const WeightVie
                                        int64_t tile);
 
 // Finished latents [1, C, h, w], as the denoiser has them → uint8 [H, W, 3] in host memory.
-at::Tensor DecodePicture(const AutoencoderKl& vae, const WeightView& w, const at::Tensor& latents, int64_t tile);
+at::Tensor DecodePicture(const AutoencoderKl& vae, const WeightView& w, const at::Tensor& latents,
+                         int64_t tile);
 
 // Pipeline::SmallerTile for a picture of that size.
 int64_t SmallerVaeTile(const AutoencoderKl& vae, int64_t width, int64_t height, int64_t tile);

@@ -104,7 +104,8 @@ void CheckRun(const std::string& name, const Golden& golden, const Pipeline& pip
     EXPECT_LE(Report(absl::StrCat(name, " latents of picture ", i), error), kRunTolerance);
     // A value that lies on the edge between two bytes may fall to either side.
     const at::Tensor difference =
-        (result.pixels[static_cast<size_t>(i)].to(at::kInt) - golden[absl::StrCat("pixels.", i)].to(at::kInt)).abs();
+        (result.pixels[static_cast<size_t>(i)].to(at::kInt) - golden[absl::StrCat("pixels.", i)].to(at::kInt))
+            .abs();
     EXPECT_LE(difference.max().item<int>(), 1) << name;
   }
 }
@@ -116,10 +117,11 @@ TEST_P(SdRunGolden, LatentsOfEveryStepAndPixelsAgree) {
   CheckRun(GetParam(), golden, *OpenModel(Folder(golden.Setting("model"))));
 }
 INSTANTIATE_TEST_SUITE_P(All, SdRunGolden,
-                         testing::Values("sd15-text", "sd15-odd", "sd15-ancestral", "sd15-rescaled", "sd15-image",
-                                         "sd15-image-unipc", "sd15-blend", "sd15-blend-all", "sd15-concat",
-                                         "sd15-concat-some", "sd15-compel", "sdxl-compel", "sdxl-text", "sdxl-odd", "sdxl-one-pass", "sdxl-image",
-                                         "sdxl-blend", "sdxl-concat", "refiner-image", "hand-over-euler-base",
+                         testing::Values("sd15-text", "sd15-odd", "sd15-ancestral", "sd15-rescaled",
+                                         "sd15-image", "sd15-image-unipc", "sd15-blend", "sd15-blend-all",
+                                         "sd15-concat", "sd15-concat-some", "sd15-compel", "sdxl-compel",
+                                         "sdxl-text", "sdxl-odd", "sdxl-one-pass", "sdxl-image", "sdxl-blend",
+                                         "sdxl-concat", "refiner-image", "hand-over-euler-base",
                                          "hand-over-euler-refiner", "hand-over-dpmpp_2m-base",
                                          "hand-over-dpmpp_2m-refiner", "tiles-multistep", "tiles-ancestral"),
                          [](const auto& info) { return "Case" + std::to_string(info.index); });
@@ -143,19 +145,21 @@ TEST_P(SdCheckpointGolden, TensorsAndPicturesAreThoseOfTheFolder) {
     ASSERT_EQ(ours.layout->tensors().size(), theirs.layout->tensors().size());
     for (size_t t = 0; t < theirs.layout->tensors().size(); ++t) {
       const Slot slot{static_cast<int32_t>(t)};
-      EXPECT_TRUE(at::equal((*a)[slot].data, (*b)[slot].data)) << ours.name << " " << theirs.layout->tensors()[t].name;
+      EXPECT_TRUE(at::equal((*a)[slot].data, (*b)[slot].data))
+          << ours.name << " " << theirs.layout->tensors()[t].name;
     }
   }
   CheckRun(absl::StrCat(single.golden, ", one file"), Golden(single.golden), *file);
 }
-INSTANTIATE_TEST_SUITE_P(All, SdCheckpointGolden,
-                         testing::Values(Single{"tiny-sd15", "tiny-sd15", "sd15-text"},
-                                         // The mask is seen in the file, not taken from the folder that lends the rest.
-                                         Single{"tiny-sd15-inpaint", "tiny-sd15", "sd15-concat"},
-                                         Single{"tiny-sdxl", "tiny-sdxl", "sdxl-text"},
-                                         Single{"tiny-sdxl-inpaint", "tiny-sdxl", "sdxl-concat"},
-                                         Single{"tiny-refiner", "tiny-refiner", "refiner-image"}),
-                         [](const auto& info) { return "Case" + std::to_string(info.index); });
+INSTANTIATE_TEST_SUITE_P(
+    All, SdCheckpointGolden,
+    testing::Values(Single{"tiny-sd15", "tiny-sd15", "sd15-text"},
+                    // The mask is seen in the file, not taken from the folder that lends the rest.
+                    Single{"tiny-sd15-inpaint", "tiny-sd15", "sd15-concat"},
+                    Single{"tiny-sdxl", "tiny-sdxl", "sdxl-text"},
+                    Single{"tiny-sdxl-inpaint", "tiny-sdxl", "sdxl-concat"},
+                    Single{"tiny-refiner", "tiny-refiner", "refiner-image"}),
+    [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 TEST(SdLoraGolden, EveryNamingIsThatOfPeftMergedAndBeside) {
   for (const char* name : {"sd15-lora", "sdxl-lora"}) {
@@ -226,7 +230,8 @@ TEST(SdGradientMask, DarkerPlacesAreRepaintedLater) {
   EXPECT_TRUE(at::equal(white, Generate(*pipeline, params).latents.back()));
   params.mask_image = at::zeros({16, 16, 3}, at::kByte);
   EXPECT_TRUE(at::equal(black, Generate(*pipeline, params).latents.back()));
-  const double near = (grey - black).abs().max().item<double>(), far = (white - black).abs().max().item<double>();
+  const double near = (grey - black).abs().max().item<double>(),
+               far = (white - black).abs().max().item<double>();
   EXPECT_GT(near, 0);
   EXPECT_LT(near, far);
 }

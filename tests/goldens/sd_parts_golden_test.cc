@@ -1,5 +1,5 @@
-// The networks of SD 1.5 and SDXL against diffusers and transformers: every part of the UNets, every hidden state
-// of the text encoders, from folders and from checkpoints in one file.
+// The networks of SD 1.5 and SDXL against diffusers and transformers: every part of the UNets, every hidden
+// state of the text encoders, from folders and from checkpoints in one file.
 #include <set>
 
 #include "ATen/ATen.h"
@@ -31,18 +31,17 @@ TEST_P(UNetGolden, EveryPartAndTheOutputAgree) {
     auto value = [&](const std::string& key) { return golden[absl::StrCat(i, ".", key)]; };
     at::Tensor pooled, time_ids;
     if (config->added_dim > 0) pooled = value("pooled"), time_ids = value("time_ids");
-    const UNetConditioning conditioning =
-        unet.PrepareConditioning(view, value("context"), pooled, time_ids);
+    const UNetConditioning conditioning = unet.PrepareConditioning(view, value("context"), pooled, time_ids);
     const at::Tensor time = unet.TimeEmbedding(view, value("timestep").item<float>(), conditioning);
     std::set<std::string> seen;
     double worst = 0;
-    const at::Tensor output =
-        unet(view, value("x"), time, conditioning.context, [&](const std::string& part, const at::Tensor& result) {
-          const double error = RelativeError(result, value(part));
-          EXPECT_LE(error, kBlockTolerance) << part;
-          worst = std::max(worst, error);
-          seen.insert(part);
-        });
+    const at::Tensor output = unet(view, value("x"), time, conditioning.context,
+                                   [&](const std::string& part, const at::Tensor& result) {
+                                     const double error = RelativeError(result, value(part));
+                                     EXPECT_LE(error, kBlockTolerance) << part;
+                                     worst = std::max(worst, error);
+                                     seen.insert(part);
+                                   });
     Report(absl::StrCat(name, " ", i, ", the worst of ", seen.size(), " parts"), worst);
     EXPECT_LE(Report(absl::StrCat(name, " ", i, " output"), RelativeError(output, value("output"))),
               kBlockTolerance);
@@ -83,7 +82,8 @@ TEST_P(ClipTapGolden, EveryHiddenStateAndThePooledRowAgree) {
           state_error = std::max(state_error, RelativeError(output.hidden, expected));
           ASSERT_EQ(output.pooled.defined(), pooled);
           if (!pooled) continue;
-          pooled_error = std::max(pooled_error, RelativeError(output.pooled, golden[absl::StrCat("pooled.", i)]));
+          pooled_error =
+              std::max(pooled_error, RelativeError(output.pooled, golden[absl::StrCat("pooled.", i)]));
         }
       }
     }
@@ -92,7 +92,8 @@ TEST_P(ClipTapGolden, EveryHiddenStateAndThePooledRowAgree) {
   EXPECT_LE(Report(absl::StrCat(GetParam(), " hidden states"), state_error), kBlockTolerance);
   EXPECT_LE(Report(absl::StrCat(GetParam(), " pooled"), pooled_error), kBlockTolerance);
 }
-INSTANTIATE_TEST_SUITE_P(All, ClipTapGolden, testing::Values("clip-l", "clip-l-eos2", "clip-g", "clip-g-eos2"),
+INSTANTIATE_TEST_SUITE_P(All, ClipTapGolden,
+                         testing::Values("clip-l", "clip-l-eos2", "clip-g", "clip-g-eos2"),
                          [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 }  // namespace

@@ -1,0 +1,212 @@
+// Opening SD models: what is recognised, what is refused and how.
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "ATen/ATen.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "cache/error.h"
+#include "families/sd/sd_pipeline.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/goldens/golden.h"
+
+namespace latentd {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+const Family* Find(const ModelFiles& files) {
+  const Family* found = nullptr;
+  for (const Family* family : AllFamilies()) {
+    if (!family->Detect(files)) continue;
+    EXPECT_EQ(found, nullptr) << "two families know " << files.name;
+    found = family;
+  }
+  return found;
+}
+
+std::vector<std::string> Names(const Pipeline& pipeline) {
+  std::vector<std::string> names;
+  for (const Component& component : pipeline.components()) names.push_back(component.name);
+  return names;
+}
+
+ModelFiles Single(const std::string& model, const std::string& base) {
+  ModelFiles files;
+  files.name = model;
+  files.file = GoldenPath("single/" + model + ".safetensors");
+  if (!base.empty()) files.base_folder = GoldenPath(base);
+  return files;
+}
+
+// A copy of a tiny model that a test may damage.
+class SdOpenGolden : public testing::Test {
+ protected:
+  void Copy(const std::string& model) {
+    fs::remove_all(folder_);
+    fs::copy(GoldenPath(model), folder_, fs::copy_options::recursive);
+    files_.name = "copy";
+    files_.folder = folder_;
+  }
+  ~SdOpenGolden() override { fs::remove_all(folder_); }
+
+  void Replace(const std::string& file, const std::string& from, const std::string& to) {
+    std::stringstream text;
+    text << std::ifstream(folder_ + "/" + file).rdbuf();
+    const std::string changed = absl::StrReplaceAll(text.str(), {{from, to}});
+    ASSERT_NE(changed, text.str()) << from;
+    std::ofstream(folder_ + "/" + file) << changed;
+  }
+  absl::Status OpenStatus() const {
+    const Family* family = Find(files_);
+    return family == nullptr ? absl::NotFoundError("no family") : family->Open(files_).status();
+  }
+
+  const std::string folder_ = absl::StrCat(testing::TempDir(), "/sd_open_golden_test.", getpid());
+  ModelFiles files_;
+};
+
+TEST_F(SdOpenGolden, FoldersAreOfOneFamilyAndSayWhatTheyAre) {
+  struct Case {
+    const char *model, *family, *variant, *sampler;
+    int64_t side;
+    std::vector<std::string> components;
+  };
+  for (const Case& c :
+       {Case{"tiny-sd15", "sd15", "base", "pndm", 64, {"text_encoder", "unet", "vae"}},
+        {"tiny-sd15-inpaint", "sd15", "inpaint", "pndm", 64, {"text_encoder", "unet", "vae"}},
+        {"tiny-sdxl", "sdxl", "base", "euler", 64, {"text_encoder", "text_encoder_2", "unet", "vae"}},
+        {"tiny-sdxl-inpaint",
+         "sdxl",
+         "inpaint",
+         "euler",
+         64,
+         {"text_encoder", "text_encoder_2", "unet", "vae"}},
+        {"tiny-refiner", "sdxl", "refiner", "euler", 64, {"text_encoder_2", "unet", "vae"}}}) {
+    Copy(c.model);
+    const Family* family = Find(files_);
+    ASSERT_NE(family, nullptr) << c.model;
+    EXPECT_EQ(family->name(), c.family) << c.model;
+    auto pipeline = family->Open(files_);
+    ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+    EXPECT_EQ((*pipeline)->variant(), c.variant) << c.model;
+    EXPECT_EQ((*pipeline)->defaults().sampler, c.sampler) << c.model;
+    EXPECT_EQ((*pipeline)->defaults().width, c.side) << c.model;
+    EXPECT_EQ(Names(**pipeline), c.components) << c.model;
+    EXPECT_TRUE((*pipeline)->Preview(at::zeros({1, 4, 3, 5})).defined()) << c.model;
+    for (const Component& component : (*pipeline)->components()) {
+      EXPECT_EQ(component.patch_target.has_value(), component.name != "vae") << component.name;
+    }
+    GenerateParams params;
+    if ((*pipeline)->variant() == "inpaint")
+      params.init_image = params.mask_image = at::zeros({8, 8, 3}, at::kByte);
+    EXPECT_TRUE((*pipeline)->Validate(params).ok());
+    EXPECT_GT((*pipeline)->WorkingBytes("unet", params, {}), 0);
+    GenerateParams large = params;
+    large.width = large.height = 1024;
+    for (const char* component : {"unet", "vae"}) {
+      EXPECT_GT((*pipeline)->WorkingBytes(component, large, {}),
+                (*pipeline)->WorkingBytes(component, params, {}));
+    }
+    large.tiles = DenoiseTiles{.width = 256, .height = 256, .overlap = 32};
+    GenerateParams whole = large;
+    whole.tiles.reset();
+    EXPECT_LT((*pipeline)->WorkingBytes("unet", large, {}), (*pipeline)->WorkingBytes("unet", whole, {}));
+  }
+}
+
+TEST_F(SdOpenGolden, ATrailingAncestralSchedulerIsADistilledModels) {
+  Copy("tiny-sdxl");
+  Replace("scheduler/scheduler_config.json", "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler");
+  Replace("scheduler/scheduler_config.json", "\"leading\"", "\"trailing\"");
+  auto pipeline = Find(files_)->Open(files_);
+  ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+  EXPECT_EQ((*pipeline)->variant(), "turbo");
+  EXPECT_EQ((*pipeline)->defaults().guidance, 0);
+  EXPECT_EQ((*pipeline)->defaults().steps, 4);
+}
+
+TEST_F(SdOpenGolden, OtherTasksAndVersionsAreRefusedByName) {
+  Copy("tiny-sd15");
+  for (const char* name : {"StableDiffusionInstructPix2PixPipeline", "StableDiffusionDepth2ImgPipeline"}) {
+    Replace("model_index.json", "\"StableDiffusionPipeline\"", absl::StrCat("\"", name, "\""));
+    EXPECT_EQ(ErrorReason(OpenStatus()), "UNSUPPORTED_MODEL");
+    EXPECT_THAT(std::string(OpenStatus().message()), HasSubstr(name));
+    Replace("model_index.json", absl::StrCat("\"", name, "\""), "\"StableDiffusionPipeline\"");
+  }
+  Replace("model_index.json", "\"StableDiffusionPipeline\"", "\"StableDiffusion3Pipeline\"");
+  EXPECT_EQ(Find(files_), nullptr);
+  Replace("model_index.json", "\"StableDiffusion3Pipeline\"", "\"StableDiffusionPipeline\"");
+  Replace("unet/config.json", "\"cross_attention_dim\": 24", "\"cross_attention_dim\": 1024");
+  EXPECT_EQ(ErrorReason(OpenStatus()), "UNSUPPORTED_MODEL");
+  EXPECT_THAT(std::string(OpenStatus().message()), HasSubstr("Stable Diffusion 2"));
+  Replace("unet/config.json", "\"cross_attention_dim\": 1024", "\"cross_attention_dim\": 25");
+  EXPECT_THAT(std::string(OpenStatus().message()), HasSubstr("text encoders give 24"));
+  Replace("unet/config.json", "\"cross_attention_dim\": 25", "\"cross_attention_dim\": 24");
+  Replace("unet/config.json", "\"in_channels\": 4", "\"in_channels\": 8");
+  EXPECT_THAT(std::string(OpenStatus().message()), HasSubstr("InstructPix2Pix"));
+}
+
+TEST_F(SdOpenGolden, UNetsOfOtherKindsAreRefusedBeforeAnythingIsAllocated) {
+  const std::vector<std::pair<std::string, std::string>> changes = {
+      {"\"act_fn\": \"silu\"", "\"act_fn\": \"mish\""},
+      {"\"class_embed_type\": null", "\"class_embed_type\": \"timestep\""},
+      {"\"time_cond_proj_dim\": null", "\"time_cond_proj_dim\": 256"},
+      {"\"mid_block_type\": \"UNetMidBlock2DCrossAttn\"",
+       "\"mid_block_type\": \"UNetMidBlock2DSimpleCrossAttn\""},
+      {"\"UpBlock2D\"", "\"AttnUpBlock2D\""},
+      {"\"norm_num_groups\": 4", "\"norm_num_groups\": 5"},
+      {"\"layers_per_block\": 2", "\"layers_per_block\": 99999999"},
+      {"\"attention_head_dim\": 4", "\"attention_head_dim\": 0"},
+      {"\"transformer_layers_per_block\": 1", "\"transformer_layers_per_block\": [1, 2]"},
+      {"\"addition_embed_type\": null", "\"addition_embed_type\": \"text_image\""},
+  };
+  for (const auto& [from, to] : changes) {
+    Copy("tiny-sd15");
+    Replace("unet/config.json", from, to);
+    EXPECT_EQ(ErrorReason(OpenStatus()), "UNSUPPORTED_MODEL") << to;
+  }
+  Copy("tiny-sd15");
+  Replace("unet/config.json", "\"attention_head_dim\": 4", "\"attention_head_dim\": \"four\"");
+  EXPECT_EQ(ErrorReason(OpenStatus()), "CORRUPT_FILE");
+}
+
+TEST_F(SdOpenGolden, MissingFilesHaveReasons) {
+  Copy("tiny-sdxl");
+  for (const char* file : {"unet/config.json", "text_encoder_2/config.json", "vae/config.json",
+                           "tokenizer/vocab.json", "scheduler/scheduler_config.json"}) {
+    fs::rename(folder_ + "/" + file, folder_ + "/saved");
+    EXPECT_EQ(ErrorReason(OpenStatus()), "MISSING_FILE") << file;
+    fs::rename(folder_ + "/saved", folder_ + "/" + file);
+  }
+  EXPECT_TRUE(OpenStatus().ok());
+}
+
+TEST_F(SdOpenGolden, ACheckpointNeedsABaseOfItsKind) {
+  for (const auto& [model, family] : {std::pair{"tiny-sd15", "sd15"},
+                                      {"tiny-sd15-inpaint", "sd15"},
+                                      {"tiny-sdxl", "sdxl"},
+                                      {"tiny-refiner", "sdxl"}}) {
+    const Family* found = Find(Single(model, ""));
+    ASSERT_NE(found, nullptr) << model;
+    EXPECT_EQ(found->name(), family);
+    EXPECT_EQ(ErrorReason(found->Open(Single(model, "")).status()), "UNSUPPORTED_MODEL");
+  }
+  for (const auto& [model, base] : {std::pair{"tiny-sdxl", "tiny-refiner"},
+                                    {"tiny-refiner", "tiny-sdxl"},
+                                    {"tiny-sd15", "tiny-sdxl"},
+                                    {"tiny-sdxl", "tiny-sd15"}}) {
+    const ModelFiles files = Single(model, base);
+    const absl::Status status = Find(files)->Open(files).status();
+    EXPECT_EQ(ErrorReason(status), "UNSUPPORTED_MODEL") << model << " on " << base;
+  }
+}
+
+}  // namespace
+}  // namespace latentd
