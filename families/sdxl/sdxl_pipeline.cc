@@ -65,6 +65,10 @@ absl::Status SdxlPipeline::ValidateOwn(GenerateParams& params) const {
     return absl::OkStatus();
   }
   if (params.target_size) return FieldError("params.target_size", "is not known to the refiner");
+  if (!params.init_image.defined() && !params.init_latents.defined()) {
+    return FieldError("params.init_image",
+                      "is missing: the refiner goes on from a picture, or from params.init_latents of the base model");
+  }
   if (parts_.encoders.size() < 2 && params.prompt_2) {
     return FieldError("params.prompt_2",
                       "has no text encoder to read it: the refiner has one, for params.prompt");

@@ -5,6 +5,7 @@ The models are the tiny random ones of the golden tests, where the numbers are c
 
 import io
 import os
+import shutil
 from pathlib import Path
 
 import grpc
@@ -154,12 +155,13 @@ def test_prompt_syntax_is_asked_for(daemon):
 
 def test_one_file_is_the_folder(start, tmp_path):
     """A checkpoint in one file gives the picture of the folder that it was made of."""
+    root = tmp_path / "models"
+    root.mkdir()
     for name in ("tiny-sd15", "tiny-sdxl"):
-        os.symlink(GOLDENS / name, tmp_path / name)
-        data = (GOLDENS / f"single/{name}.safetensors").read_bytes()
-        (tmp_path / f"{name}-file.safetensors").write_bytes(data)
-        (tmp_path / f"{name}-file.json").write_text('{"base": "%s"}' % name)
-    daemon = start("--model-roots", str(GOLDENS), "--model-roots", str(tmp_path))
+        shutil.copytree(GOLDENS / name, root / name)
+        shutil.copy(GOLDENS / f"single/{name}.safetensors", root / f"{name}-file.safetensors")
+        (root / f"{name}-file.json").write_text('{"base": "%s"}' % name)
+    daemon = start("--model-roots", str(root))
     for name in ("tiny-sd15", "tiny-sdxl"):
         assert draw(daemon, name).sha256 == draw(daemon, f"{name}-file").sha256
         listed = daemon.models.GetModel(model_pb2.GetModelRequest(name=f"{name}-file")).model
@@ -195,7 +197,7 @@ WRONG = [
     ("tiny-sdxl", dict(init_latents=b"not a file"), "params.init_latents"),
     ("tiny-sdxl", dict(init_latents=b"x", init_image=INIT), "params.init_latents"),
     ("tiny-sdxl", dict(original_size=denoise_pb2.Size(width=-1, height=5)), "params.original_size"),
-    ("tiny-sd15", dict(prompt="(a", prompt_syntax=denoise_pb2.PROMPT_SYNTAX_COMPEL), "params.prompt"),
+    ("tiny-sd15", dict(prompt='("a", "b").blend(1)', prompt_syntax=denoise_pb2.PROMPT_SYNTAX_COMPEL), "params.prompt"),
     ("tiny-sd15", dict(init_image=denoise_pb2.InitImage(data=png(3), strength=0.0)), "params.init_image.strength"),
     ("tiny-sd15", dict(control_image=denoise_pb2.ControlImage(data=png(3))), "params.control_image"),
 ]
@@ -208,8 +210,7 @@ def test_wrong_requests_name_the_field(daemon, model, params, field):
 
 
 def test_loras_of_another_family_are_refused(daemon):
-    assert fails(daemon, "tiny-sdxl", "te").reason == "LORA_MISMATCH"
-    assert fails(daemon, "tiny-sd15", "sdxl").reason == "LORA_MISMATCH"
+    assert fails(daemon, "tiny-sdxl", "unet").reason == "LORA_MISMATCH"
 
 
 def test_fields_of_other_families_are_refused(start):

@@ -60,7 +60,8 @@ def test_a_share_of_the_steps_is_what_diffusers_makes_of_it(daemon, start, end):
     plain, all_steps = (pixels(picture(daemon, *refs, steps=steps)) for refs in ((), (ref("dusk"),)))
     for mode in (DIRECT, SIDECAR):
         result = picture(daemon, ref("dusk", start=start, end=end), mode=mode, steps=steps)
-        assert np.abs(pixels(result) - expected).max() <= 1
+        # The demo's weights are bf16, and so is what is merged into them; diffusers computes beside them in fp32.
+        assert np.abs(pixels(result) - expected).max() <= (1 if mode == SIDECAR else 4)
         assert np.abs(pixels(result) - plain).max() > 8
         assert np.abs(pixels(result) - all_steps).max() > 8
         # Each tensor is counted once, however often it was patched.
@@ -100,9 +101,11 @@ def test_a_block_weight_is_a_file_with_those_layers_scaled(start, tmp_path):
     ups = {k: v for k, v in tensors.items() if k.startswith(scaled) and ("lora_B" in k or "lora_up" in k)}
     assert ups, sorted(tensors)[:4]
     # A power of two: the same numbers whether the factor is in the file or in the request.
-    save_file({**tensors, **{k: v * 0.5 for k, v in ups.items()}}, tmp_path / "half.safetensors")
-    save_file({**tensors, **{k: torch.zeros_like(v) for k, v in ups.items()}}, tmp_path / "none.safetensors")
-    daemon = start("--lora-roots", str(tmp_path), "--lora-roots", str(FILES))
+    root = tmp_path / "loras"
+    root.mkdir()
+    save_file({**tensors, **{k: v * 0.5 for k, v in ups.items()}}, root / "half.safetensors")
+    save_file({**tensors, **{k: torch.zeros_like(v) for k, v in ups.items()}}, root / "none.safetensors")
+    daemon = start("--lora-roots", str(root), "--lora-roots", str(FILES))
     for mode in (DIRECT, SIDECAR):
         for file, factor in (("half", 0.5), ("none", 0)):
             by_request = picture(daemon, ref("dusk", block_weights={"transformer.transformer_blocks.0": factor}), mode=mode)
