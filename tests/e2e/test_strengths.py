@@ -38,7 +38,7 @@ def with_diffusers(active, steps):
     """The same picture by diffusers and peft, with the LoRA switched on and off between steps."""
     from diffusers import FluxPipeline
 
-    pipe = FluxPipeline.from_pretrained(DEMO / "models" / MODEL, torch_dtype=torch.float32)
+    pipe = FluxPipeline.from_pretrained(DEMO / "models" / MODEL, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     pipe.load_lora_weights(str(FILES / "dusk.safetensors"))
     switch = lambda step: pipe.enable_lora() if active(step / steps) else pipe.disable_lora()
