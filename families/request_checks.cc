@@ -47,7 +47,7 @@ constexpr OptionalField kOptionalFields[] = {
     {"params.aesthetic_score", [](const GenerateParams& p) { return p.aesthetic_score.has_value(); }},
     {"params.negative_aesthetic_score",
      [](const GenerateParams& p) { return p.negative_aesthetic_score.has_value(); }},
-    {"params.tiles", [](const GenerateParams& p) { return p.tiles.has_value(); }},
+    {"params.denoise_tiles", [](const GenerateParams& p) { return p.tiles.has_value(); }},
 };
 
 }  // namespace

@@ -112,9 +112,9 @@ TEST(SdPipelineTest, ValidateNamesTheFieldAtFault) {
           {"params.gradient_mask", [](auto& p) { p.gradient_mask = true; }},
           {"params.denoising_start", [](auto& p) { p.denoising_start = 0.5; }},
           {"params.denoising_end", [](auto& p) { p.denoising_end = 1.5; }},
-          {"params.tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 100}; }},
-          {"params.tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 16}; }},
-          {"params.tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 64, .height = 64, .overlap = 40}; }},
+          {"params.denoise_tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 100}; }},
+          {"params.denoise_tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 16}; }},
+          {"params.denoise_tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 64, .height = 64, .overlap = 40}; }},
           {"params.noise",
            [](auto& p) {
              p.noise = at::zeros({1, 4, 8, 8});

@@ -21,7 +21,7 @@ constexpr double kScaling = 0.18215;
 constexpr absl::string_view kFields[] = {
     "params.prompt_syntax",    "params.clip_skip",     "params.schedule",        "params.eta",
     "params.guidance_rescale", "params.guidance_list", "params.denoising_start", "params.denoising_end",
-    "params.mask_image",       "params.gradient_mask", "params.init_latents",    "params.tiles"};
+    "params.mask_image",       "params.gradient_mask", "params.init_latents",    "params.denoise_tiles"};
 
 }  // namespace
 

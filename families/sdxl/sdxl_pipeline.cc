@@ -26,7 +26,7 @@ constexpr absl::string_view kFields[] = {"params.prompt_2",
                                          "params.crop",
                                          "params.aesthetic_score",
                                          "params.negative_aesthetic_score",
-                                         "params.tiles"};
+                                         "params.denoise_tiles"};
 
 constexpr double kScore = 6, kNegativeScore = 2.5, kMaxScore = 100;
 constexpr double kMaxExtent = 1 << 16;

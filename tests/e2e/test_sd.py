@@ -199,6 +199,8 @@ WRONG = [
     ("tiny-sdxl", dict(original_size=denoise_pb2.Size(width=-1, height=5)), "params.original_size"),
     ("tiny-sd15", dict(prompt='("a", "b").blend(1)', prompt_syntax=denoise_pb2.PROMPT_SYNTAX_COMPEL), "params.prompt"),
     ("tiny-sd15", dict(init_image=denoise_pb2.InitImage(data=png(3), strength=0.0)), "params.init_image.strength"),
+    ("tiny-sd15", dict(denoise_tiles=denoise_pb2.DenoiseTiles(width=20)), "params.denoise_tiles"),
+    ("tiny-sd15", dict(denoise_tiles=denoise_pb2.DenoiseTiles(overlap=600)), "params.denoise_tiles"),
     ("tiny-sd15", dict(control_image=denoise_pb2.ControlImage(data=png(3))), "params.control_image"),
 ]
 

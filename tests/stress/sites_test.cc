@@ -27,6 +27,7 @@ struct Site {
   const char* name;
   const char* model;
   const char* component;
+  bool tiles = false;  // MultiDiffusion
 };
 constexpr Site kSites[] = {
     {"FluxClip", kDemoModel, "text_encoder"},
@@ -37,6 +38,8 @@ constexpr Site kSites[] = {
     {"SdxlClipL", "tiny-sdxl", "text_encoder"},
     {"SdxlClipG", "tiny-sdxl", "text_encoder_2"},
     {"SdxlUnet", "tiny-sdxl", "unet"},
+    {"Sd15UnetInTiles", "tiny-sd15", "unet", /*tiles=*/true},
+    {"SdxlUnetInTiles", "tiny-sdxl", "unet", /*tiles=*/true},
 };
 
 void PrintTo(const Site& site, std::ostream* out) { *out << site.name; }
@@ -74,6 +77,7 @@ class SiteTest : public testing::TestWithParam<Site> {
     model_ = *server_->core().catalog->Model(GetParam().model);
     params_.prompt = "a red circle";
     params_.seeds = {7};
+    if (GetParam().tiles) params_.tiles = DenoiseTiles{48, 48, 16};
     EXPECT_TRUE(model_->pipeline->Validate(params_).ok());
     at::manual_seed(11);
     for (const char* file : {"here", "also"}) WriteFile(root_ / absl::StrCat(file, ".safetensors"), Pair(0));
@@ -144,8 +148,17 @@ class SiteTest : public testing::TestWithParam<Site> {
   InProcessServer::Session Open(const std::vector<v1::LoraRef>& loras) {
     return server_->Open(loras, v1::PATCH_MODE_UNSPECIFIED, GetParam().model);
   }
+  static v1::GenerateParams Params() {
+    v1::GenerateParams params = SmallJob();
+    if (!GetParam().tiles) return params;
+    v1::DenoiseTiles& tiles = *params.mutable_denoise_tiles();
+    tiles.set_width(48);
+    tiles.set_height(48);
+    tiles.set_overlap(16);
+    return params;
+  }
   Outcome Draw(const std::vector<v1::LoraRef>& loras = {}, v1::PatchMode mode = v1::PATCH_MODE_UNSPECIFIED) {
-    return server_->Generate(SmallJob(), loras, mode, GetParam().model);
+    return server_->Generate(Params(), loras, mode, GetParam().model);
   }
 
   // How many LoRAs are locked, and how many are in memory.
