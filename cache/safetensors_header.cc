@@ -20,7 +20,8 @@ constexpr size_t kMaxNameBytes = 1024;
 constexpr int kMaxDepth = 4;  // object → tensor → array → number
 
 absl::Status Corrupt(absl::string_view what) {
-  return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE", absl::StrCat("not a valid safetensors file: ", what));
+  return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE",
+                   absl::StrCat("not a valid safetensors file: ", what));
 }
 
 absl::Status CorruptTensor(absl::string_view name, absl::string_view what) {
@@ -36,15 +37,15 @@ struct DTypeRow {
   int64_t size;
 };
 constexpr DTypeRow kDTypes[] = {
-    {"F64", DType::kF64, 8},        {"F32", DType::kF32, 4},        {"F16", DType::kF16, 2},
-    {"BF16", DType::kBF16, 2},      {"F8_E4M3", DType::kF8E4M3, 1}, {"F8_E5M2", DType::kF8E5M2, 1},
-    {"I64", DType::kI64, 8},        {"I32", DType::kI32, 4},        {"I16", DType::kI16, 2},
-    {"I8", DType::kI8, 1},          {"U8", DType::kU8, 1},          {"BOOL", DType::kBool, 1},
+    {"F64", DType::kF64, 8},   {"F32", DType::kF32, 4},        {"F16", DType::kF16, 2},
+    {"BF16", DType::kBF16, 2}, {"F8_E4M3", DType::kF8E4M3, 1}, {"F8_E5M2", DType::kF8E5M2, 1},
+    {"I64", DType::kI64, 8},   {"I32", DType::kI32, 4},        {"I16", DType::kI16, 2},
+    {"I8", DType::kI8, 1},     {"U8", DType::kU8, 1},          {"BOOL", DType::kBool, 1},
 };
 
-// Looks at a header before anything is built of it: depth, keys that appear twice in one object, how many there are.
-// (A callback of the parser that builds could do the same, but that one searches the whole object at the end of every
-// object in it.)
+// Looks at a header before anything is built of it: depth, keys that appear twice in one object, how many
+// there are. (A callback of the parser that builds could do the same, but that one searches the whole object
+// at the end of every object in it.)
 class Inspector : public nlohmann::json_sax<Json> {
  public:
   const std::string& problem() const { return problem_; }
@@ -73,7 +74,8 @@ class Inspector : public nlohmann::json_sax<Json> {
   bool key(string_t& key) override {
     if (keys_.size() == 1 && keys_.back().size() > kMaxTensors) return Fail("too many tensors");
     if (keys_.back().insert(key).second) return true;
-    return Fail(absl::StrCat("name '", absl::CHexEscape(absl::string_view(key).substr(0, 200)), "' appears twice"));
+    return Fail(
+        absl::StrCat("name '", absl::CHexEscape(absl::string_view(key).substr(0, 200)), "' appears twice"));
   }
   bool parse_error(std::size_t, const std::string&, const nlohmann::detail::exception&) override {
     return Fail("header is no JSON object");
@@ -113,22 +115,24 @@ absl::StatusOr<TensorInfo> ParseTensor(const std::string& name, const Json& valu
   if (name.empty() || name.size() > kMaxNameBytes || name.find('\0') != std::string::npos) {
     return CorruptTensor(name, "name is empty, too long or holds a NUL");
   }
-  if (!value.is_object() || !value.contains("dtype") || !value.contains("shape") || !value.contains("data_offsets")) {
+  if (!value.is_object() || !value.contains("dtype") || !value.contains("shape") ||
+      !value.contains("data_offsets")) {
     return CorruptTensor(name, "needs dtype, shape and data_offsets");
   }
   TensorInfo info;
   info.name = name;
   const Json& dtype = value["dtype"];
-  const auto* row = dtype.is_string() ? std::find_if(std::begin(kDTypes), std::end(kDTypes),
-                                                     [&](const DTypeRow& r) {
-                                                       return r.name == dtype.get_ref<const std::string&>();
-                                                     })
-                                      : std::end(kDTypes);
+  const auto* row =
+      dtype.is_string()
+          ? std::find_if(std::begin(kDTypes), std::end(kDTypes),
+                         [&](const DTypeRow& r) { return r.name == dtype.get_ref<const std::string&>(); })
+          : std::end(kDTypes);
   if (row == std::end(kDTypes)) return CorruptTensor(name, "unknown dtype");
   info.dtype = row->dtype;
 
   const Json& shape = value["shape"];
-  if (!shape.is_array() || shape.size() > kMaxDims) return CorruptTensor(name, "shape is no list of at most 16 sizes");
+  if (!shape.is_array() || shape.size() > kMaxDims)
+    return CorruptTensor(name, "shape is no list of at most 16 sizes");
   int64_t bytes = row->size;
   for (const Json& dim : shape) {
     int64_t d = 0;
@@ -172,7 +176,8 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view start
   uint64_t length = 0;
   std::memcpy(&length, start.data(), 8);
   if (length > static_cast<uint64_t>(kMaxSafetensorsHeader)) return Corrupt("header length is beyond 100 MB");
-  if (length > static_cast<uint64_t>(file_bytes - 8)) return Corrupt("file is cut short: header lies outside of it");
+  if (length > static_cast<uint64_t>(file_bytes - 8))
+    return Corrupt("file is cut short: header lies outside of it");
   if (start.size() - 8 < length) return Corrupt("header was not read whole");
   ASSIGN_OR_RETURN(Json json, ParseBounded(start.substr(8, length)));
 
@@ -196,7 +201,8 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view start
   int64_t at = data_start;
   for (const TensorInfo& info : header.tensors) {
     if (info.offset != at) {
-      return CorruptTensor(info.name, info.offset < at ? "bytes overlap another tensor's" : "a gap lies before its bytes");
+      return CorruptTensor(
+          info.name, info.offset < at ? "bytes overlap another tensor's" : "a gap lies before its bytes");
     }
     at += info.bytes;
   }

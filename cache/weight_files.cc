@@ -24,28 +24,40 @@ namespace {
 
 namespace fs = std::filesystem;
 
-
 at::ScalarType ToScalarType(DType dtype) {
   switch (dtype) {
-    case DType::kF64: return at::kDouble;
-    case DType::kF32: return at::kFloat;
-    case DType::kF16: return at::kHalf;
-    case DType::kBF16: return at::kBFloat16;
-    case DType::kF8E4M3: return at::kFloat8_e4m3fn;
-    case DType::kF8E5M2: return at::kFloat8_e5m2;
-    case DType::kI64: return at::kLong;
-    case DType::kI32: return at::kInt;
-    case DType::kI16: return at::kShort;
-    case DType::kI8: return at::kChar;
-    case DType::kU8: return at::kByte;
-    case DType::kBool: return at::kBool;
+    case DType::kF64:
+      return at::kDouble;
+    case DType::kF32:
+      return at::kFloat;
+    case DType::kF16:
+      return at::kHalf;
+    case DType::kBF16:
+      return at::kBFloat16;
+    case DType::kF8E4M3:
+      return at::kFloat8_e4m3fn;
+    case DType::kF8E5M2:
+      return at::kFloat8_e5m2;
+    case DType::kI64:
+      return at::kLong;
+    case DType::kI32:
+      return at::kInt;
+    case DType::kI16:
+      return at::kShort;
+    case DType::kI8:
+      return at::kChar;
+    case DType::kU8:
+      return at::kByte;
+    case DType::kBool:
+      return at::kBool;
   }
   return at::kFloat;
 }
 
 absl::Status Truncated(const std::string& base) {
   return MakeError(absl::StatusCode::kDataLoss, "FILE_TRUNCATED",
-                   absl::StrCat(base, " was cut short while it was in use; restore the file"), {{"file", base}});
+                   absl::StrCat(base, " was cut short while it was in use; restore the file"),
+                   {{"file", base}});
 }
 
 std::string BaseName(const std::string& path) { return fs::path(path).filename().string(); }
@@ -82,7 +94,8 @@ at::Tensor AlignedCopy(const uint8_t* bytes, const TensorInfo& info, const at::T
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(bytes) + page - 1) / page * page;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(bytes) + size) / page * page;
   if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
-  return at::from_blob(p, info.shape, [size](void* q) { munmap(q, size); }, options);
+  return at::from_blob(
+      p, info.shape, [size](void* q) { munmap(q, size); }, options);
 }
 
 absl::StatusOr<std::string> PickFile(const fs::path& folder) {
@@ -187,8 +200,9 @@ absl::StatusOr<at::Tensor> WeightFiles::Read(absl::string_view name, bool comput
   if (info.bytes == 0) return at::empty(info.shape, options);
   const auto alignment = static_cast<uintptr_t>(compute ? kTensorAlignment : ElementSize(info.dtype));
   if (reinterpret_cast<uintptr_t>(bytes) % alignment == 0) {
-    return at::from_blob(const_cast<uint8_t*>(bytes), info.shape,
-                         [mapping = file.mapping](void*) mutable { mapping.reset(); }, options);
+    return at::from_blob(
+        const_cast<uint8_t*>(bytes), info.shape, [mapping = file.mapping](void*) mutable { mapping.reset(); },
+        options);
   }
   at::Tensor copy = AlignedCopy(bytes, info, options);
   if (!copy.defined()) {
@@ -206,7 +220,8 @@ namespace {
 // Names that checkpoints carry and no network uses.
 bool IsIgnored(absl::string_view name, const ComponentLayout& layout) {
   if (absl::EndsWith(name, ".position_ids") || absl::EndsWith(name, ".num_batches_tracked")) return true;
-  if (name == "position_ids" || name == "logit_scale" || name == "spiece_model" || name == "scaled_fp8") return true;
+  if (name == "position_ids" || name == "logit_scale" || name == "spiece_model" || name == "scaled_fp8")
+    return true;
   // T5 files name the tied embedding once or twice.
   return name == "encoder.embed_tokens.weight" && layout.Find("shared.weight");
 }
@@ -219,8 +234,8 @@ struct Assigned {
   KeyTransform transform = KeyTransform::kNone;
 };
 
-// "a.b.weight" → {"a.b", ".weight"}; ".scale" is a weight by another name. Parameters that hang on no module of
-// their own are taken as if they did: "a.in_proj_bias" → {"a.in_proj", ".bias"}, "b" → {"b", ".weight"}.
+// "a.b.weight" → {"a.b", ".weight"}; ".scale" is a weight by another name. Parameters that hang on no module
+// of their own are taken as if they did: "a.in_proj_bias" → {"a.in_proj", ".bias"}, "b" → {"b", ".weight"}.
 std::pair<absl::string_view, std::string> SplitSuffix(absl::string_view name) {
   if (absl::EndsWith(name, ".in_proj_weight")) return {absl::StripSuffix(name, "_weight"), ".weight"};
   if (absl::EndsWith(name, ".in_proj_bias")) return {absl::StripSuffix(name, "_bias"), ".bias"};
@@ -238,8 +253,8 @@ bool DiffersByOnes(at::IntArrayRef a, at::IntArrayRef b) {
 
 std::string Shape(at::IntArrayRef shape) { return absl::StrCat("[", absl::StrJoin(shape, ", "), "]"); }
 
-// Scales of 8-bit weights, as ComfyUI writes them: "X.scale_weight" or "X.weight_scale" belongs to "X.weight". Sets
-// `module` to X; empty for what is there for other programs' arithmetic.
+// Scales of 8-bit weights, as ComfyUI writes them: "X.scale_weight" or "X.weight_scale" belongs to
+// "X.weight". Sets `module` to X; empty for what is there for other programs' arithmetic.
 bool IsScale(absl::string_view source, std::string* module) {
   module->clear();
   for (absl::string_view suffix : {".scale_weight", ".weight_scale"}) {
@@ -258,7 +273,8 @@ absl::StatusOr<double> ReadScale(const WeightFiles& files, const std::string& so
     if (std::isfinite(value)) return value;
   }
   return MakeError(absl::StatusCode::kUnimplemented, "UNSUPPORTED_DTYPE",
-                   absl::StrCat("tensor ", source, " is no finite number: weights with a scale per block or row are not read"),
+                   absl::StrCat("tensor ", source,
+                                " is no finite number: weights with a scale per block or row are not read"),
                    {{"tensor", source}});
 }
 
@@ -362,15 +378,17 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<con
     }
     if (DiffersByOnes(tensor.sizes(), decls[i].shape)) tensor = tensor.view(decls[i].shape);
     if (tensor.sizes() != at::IntArrayRef(decls[i].shape)) {
-      return Mismatch("tensors have another shape", {absl::StrCat(from.source, " ", Shape(tensor.sizes()), " where ",
-                                                                  decls[i].name, " is ", Shape(decls[i].shape))});
+      return Mismatch("tensors have another shape",
+                      {absl::StrCat(from.source, " ", Shape(tensor.sizes()), " where ", decls[i].name, " is ",
+                                    Shape(decls[i].shape))});
     }
     done += static_cast<int64_t>(tensor.nbytes());
     context.Progress(done, total);
     weights[i].data = at::isFloat8Type(type) ? tensor.view(type) : std::move(tensor);
   }
   RETURN_IF_ERROR(files->Check());
-  return std::make_shared<const WeightSet>(std::move(layout), std::move(weights), [files] { return files->Check(); });
+  return std::make_shared<const WeightSet>(std::move(layout), std::move(weights),
+                                           [files] { return files->Check(); });
 }
 
 }  // namespace latentd

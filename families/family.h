@@ -95,8 +95,8 @@ class Pipeline {
   // Upper bound of the bytes that Encode adds to the conditioning.
   virtual int64_t ConditioningBytes(const std::string& component, const GenerateParams& params) const = 0;
 
-  // The request's pictures as latents [1, C, h, w] (or [N, …] where the posterior is sampled per seed), those of
-  // several pictures one after the other in C, as Begin takes them. REQUIRES: params.has_pictures().
+  // The request's pictures as latents [1, C, h, w] (or [N, …] where the posterior is sampled per seed), those
+  // of several pictures one after the other in C, as Begin takes them. REQUIRES: params.has_pictures().
   virtual std::string image_encoder_component() const = 0;
   virtual absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params,
                                                  const PhaseOptions& options) const = 0;

@@ -1,8 +1,8 @@
 // How strong a patch is in each part of a model: factors on the user's weight, by path.
 //
 // A path is a component, or a component and the start of a tensor's name, cut at dots: "transformer",
-// "text_encoder", "transformer.single_transformer_blocks.7". Of the paths that a tensor lies below the longest
-// counts; below none of them the factor is 1.
+// "text_encoder", "transformer.single_transformer_blocks.7". Of the paths that a tensor lies below the
+// longest counts; below none of them the factor is 1.
 #ifndef LATENTD_PATCHER_BLOCK_WEIGHTS_H_
 #define LATENTD_PATCHER_BLOCK_WEIGHTS_H_
 

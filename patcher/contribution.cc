@@ -40,8 +40,9 @@ constexpr int64_t kMergedAtATime = 1 << 17;
 // Plain low-rank layers as wide as the weight, and nothing else.
 bool OnlyLowRank(const Weight& weight, const std::vector<Contribution>& shares) {
   return HasDirectPath(weight.form) && absl::c_all_of(shares, [&](const Contribution& c) {
-    return !c.bias && c.layer->low_rank() != nullptr && c.layer->extent().columns == Columns(weight.data);
-  });
+           return !c.bias && c.layer->low_rank() != nullptr &&
+                  c.layer->extent().columns == Columns(weight.data);
+         });
 }
 
 // weight + Σ up · down, a few rows at a time, so that memory is read once and written once.
@@ -149,8 +150,8 @@ absl::Status CheckShapes(const std::string& name, const PatchLayer& layer,
     rows = std::max(rows, part.row_begin + part.rows);
     int64_t columns = 1;
     for (size_t d = 1; d < shape.size(); ++d) columns *= shape[d];
-    const bool for_vectors = std::holds_alternative<Difference>(layer.math) ||
-                             std::holds_alternative<Replacement>(layer.math);
+    const bool for_vectors =
+        std::holds_alternative<Difference>(layer.math) || std::holds_alternative<Replacement>(layer.math);
     if (layer.has_weight() && shape.size() == 1 && !for_vectors) {
       return mismatch(absl::StrCat("is for a matrix, ", weight, " is a vector"));
     }
@@ -159,7 +160,7 @@ absl::Status CheckShapes(const std::string& name, const PatchLayer& layer,
                        absl::c_linear_search(target.growable, weight);
     if (layer.has_weight() && !grows &&
         ((extent.columns >= 0 && extent.columns != columns) ||
-                               (extent.inputs >= 0 && (shape.size() < 2 || extent.inputs != shape[1])))) {
+         (extent.inputs >= 0 && (shape.size() < 2 || extent.inputs != shape[1])))) {
       return mismatch(absl::StrCat("takes ", extent.inputs >= 0 ? extent.inputs : extent.columns, " inputs, ",
                                    weight, " is [", absl::StrJoin(shape, ", "), "]"));
     }
@@ -180,7 +181,7 @@ int64_t ColumnsWith(const PatchLayer& layer, at::IntArrayRef shape) {
   int64_t columns = 1;
   for (size_t d = 1; d < shape.size(); ++d) columns *= shape[d];
   return shape.size() == 2 && layer.low_rank() != nullptr ? std::max(columns, layer.extent().columns)
-                                                           : columns;
+                                                          : columns;
 }
 
 absl::StatusOr<Contributions> Collect(const PatchTarget& target, const std::vector<PatchSpec>& specs) {

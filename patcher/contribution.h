@@ -59,8 +59,9 @@ int64_t ColumnsWith(const PatchLayer& layer, at::IntArrayRef shape);
 // Which patches meet in which tensor. Specs of weight 0 do nothing. Errors: LORA_MISMATCH.
 absl::StatusOr<Contributions> Collect(const PatchTarget& target, const std::vector<PatchSpec>& specs);
 
-// Tensors that meet nothing but plain low-rank layers of their own size are beside, unless `all_direct` and their form
-// has a direct path: decided by the kinds of layers and the form alone. `form` says how a tensor is stored.
+// Tensors that meet nothing but plain low-rank layers of their own size are beside, unless `all_direct` and
+// their form has a direct path: decided by the kinds of layers and the form alone. `form` says how a tensor
+// is stored.
 SplitContributions Split(const ComponentLayout& layout, Contributions contributions, bool all_direct,
                          const std::function<StorageForm(Slot)>& form);
 

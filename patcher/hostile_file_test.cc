@@ -27,7 +27,10 @@ class HostileFileTest : public testing::Test {
   HostileFileTest() : path_(testing::TempDir() + absl::StrCat("hostile-", getpid(), ".safetensors")) {
     layout_->Add("a.weight", {kOut, kIn});
     layout_->Add("a.bias", {kOut});
-    target_ = {.component = "transformer", .layout = layout_, .key_maps = {}, .dotted_prefixes = {""},
+    target_ = {.component = "transformer",
+               .layout = layout_,
+               .key_maps = {},
+               .dotted_prefixes = {""},
                .flat_prefixes = {"lora_unet_"}};
   }
   ~HostileFileTest() override { std::filesystem::remove(path_); }
@@ -109,8 +112,9 @@ TEST_F(HostileFileTest, ARankOfABillion) {
   entries[1].shape = {kOut, 1'000'000'000};
   ExpectRefused(File(entries), "CORRUPT_FILE");  // the header promises more than the file has
   // With no number at all, shapes do agree with the data.
-  ExpectRefused(File({{"a.lora_down.weight", {1'000'000'000, 0}, {}}, {"a.lora_up.weight", {0, 1'000'000'000}, {}}}),
-                "INVALID_LORA");
+  ExpectRefused(
+      File({{"a.lora_down.weight", {1'000'000'000, 0}, {}}, {"a.lora_up.weight", {0, 1'000'000'000}, {}}}),
+      "INVALID_LORA");
   // Products that overflow.
   entries[0].shape = {int64_t{1} << 62, 16};
   ExpectRefused(File(entries), "CORRUPT_FILE");
@@ -171,7 +175,8 @@ TEST_F(HostileFileTest, AnotherFamilyAndNothingAtAll) {
 // Every cut and thousands of changed bytes: of the file's length, its header and its data.
 TEST_F(HostileFileTest, WhateverIsDoneToAFileIsAnErrorOrAFile) {
   std::vector<Entry> entries = Pair();
-  for (const char* name : {"hada_w1_a", "hada_w2_a", "lokr_w1", "oft_blocks", "diff", "w_norm", "dora_scale"}) {
+  for (const char* name :
+       {"hada_w1_a", "hada_w2_a", "lokr_w1", "oft_blocks", "diff", "w_norm", "dora_scale"}) {
     entries.push_back(Ones(absl::StrCat("b.", name), {2, 2}));
   }
   for (const std::string& sound : {File(Pair()), File(entries)}) {
@@ -181,7 +186,8 @@ TEST_F(HostileFileTest, WhateverIsDoneToAFileIsAnErrorOrAFile) {
     std::mt19937 random(7);
     for (int i = 0; i < 1000; ++i) {
       std::string bytes = sound;
-      for (int change = 0; change <= i % 3; ++change) bytes[random() % bytes.size()] = static_cast<char>(random());
+      for (int change = 0; change <= i % 3; ++change)
+        bytes[random() % bytes.size()] = static_cast<char>(random());
       const absl::Status status = Use(bytes);
       EXPECT_TRUE(status.ok() || !ErrorReason(status).empty()) << status;
     }

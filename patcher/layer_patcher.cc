@@ -13,8 +13,8 @@
 namespace latentd {
 namespace {
 
-// "transformer+dusk@1f3a*0.5[transformer.proj_out=0]": all that merged weights depend on, so that two sets are never taken for each
-// other. `partly`: the set leaves out tensors that another mode would merge.
+// "transformer+dusk@1f3a*0.5[transformer.proj_out=0]": all that merged weights depend on, so that two sets
+// are never taken for each other. `partly`: the set leaves out tensors that another mode would merge.
 std::string MergedName(const std::string& component, const std::vector<PatchSpec>& specs, bool partly) {
   std::string name = absl::StrCat(component, partly ? "~" : "");
   for (const PatchSpec& spec : specs) {
@@ -87,10 +87,11 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
                         {{"sample", sample}, {"layers_in_file", absl::StrCat(report.layers_in_file)}});
   }
   if (!unused.empty()) {
-    return FieldError("loras.block_weights",
-                      absl::StrCat("of ", name, ": the file changes nothing below '", *unused.begin(),
-                                   "'; paths are a component, or a component and the start of a tensor's name "
-                                   "(transformer.transformer_blocks.3)"));
+    return FieldError(
+        "loras.block_weights",
+        absl::StrCat("of ", name, ": the file changes nothing below '", *unused.begin(),
+                     "'; paths are a component, or a component and the start of a tensor's name "
+                     "(transformer.transformer_blocks.3)"));
   }
   return report;
 }
@@ -100,14 +101,12 @@ ModelKey LayerPatcher::MergedKey(const ModelKey& component, std::vector<PatchSpe
   return {component.id, MergedName(component.component, specs, partly)};
 }
 
-absl::StatusOr<LayerPatcher::OverlaySize> LayerPatcher::OverlayBytes(const ComponentLayout& layout,
-                                                                     double bytes_per_number, StorageForm form,
-                                                                     const PatchTarget& target,
-                                                                     const std::vector<PatchSpec>& specs,
-                                                                     const ApplyOptions& options) {
+absl::StatusOr<LayerPatcher::OverlaySize> LayerPatcher::OverlayBytes(
+    const ComponentLayout& layout, double bytes_per_number, StorageForm form, const PatchTarget& target,
+    const std::vector<PatchSpec>& specs, const ApplyOptions& options) {
   ASSIGN_OR_RETURN(Contributions contributions, Collect(target, specs));
-  const auto [direct, beside] = Split(layout, std::move(contributions), options.mode == PatchMode::kDirect,
-                                      [&](Slot) { return form; });
+  const auto [direct, beside] =
+      Split(layout, std::move(contributions), options.mode == PatchMode::kDirect, [&](Slot) { return form; });
   double bytes = 0;
   for (const auto& [index, shares] : direct) {
     double numbers = 1;
@@ -154,10 +153,10 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
   for (const PatchSpec& spec : specs) {
     if (spec.weight != 0) loader.sources.push_back(spec.handle.key().id);
   }
-  ASSIGN_OR_RETURN(
-      overlay.merged_record_,
-      options.cache->Lock({options.component.id, MergedName(options.component.component, specs, partly)}, loader,
-                          {.owner = options.owner, .deadline = options.deadline, .stop = options.stop}));
+  ASSIGN_OR_RETURN(overlay.merged_record_,
+                   options.cache->Lock(
+                       {options.component.id, MergedName(options.component.component, specs, partly)}, loader,
+                       {.owner = options.owner, .deadline = options.deadline, .stop = options.stop}));
   overlay.merged_on_host_ = std::static_pointer_cast<const WeightSet>(overlay.merged_record_.resource());
   overlay.merged_ = overlay.merged_on_host_;
   if (elsewhere) {

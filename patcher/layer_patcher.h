@@ -29,8 +29,8 @@ struct Contribution;
 using Contributions = std::map<int32_t, std::vector<Contribution>>;
 
 // How a patch meets its weight.
-// Weights in a form without a direct path (8-bit floats) have what can be computed beside them there in all modes, and
-// are merged into bf16 where it cannot.
+// Weights in a form without a direct path (8-bit floats) have what can be computed beside them there in all
+// modes, and are merged into bf16 where it cannot.
 //   direct   added to a copy of the weight: all deltas of a tensor summed in fp32, rounded once
 //   sidecar  computed beside it at each call
 //   auto     per tensor, from the weight's storage form and the kinds of layers alone: tensors that meet
@@ -76,8 +76,8 @@ class LayerPatcher {
  public:
   // Resolves every layer of `patch` against all components of a model and checks shapes, without touching a
   // weight. Errors: FAILED_PRECONDITION LORA_MISMATCH when nothing matches (with sample keys) or a shape
-  // does not fit (with the layer); INVALID_ARGUMENT INVALID_FIELD for a path of `blocks` below which the patch
-  // changes nothing.
+  // does not fit (with the layer); INVALID_ARGUMENT INVALID_FIELD for a path of `blocks` below which the
+  // patch changes nothing.
   static absl::StatusOr<PatchReport> Match(const ModelPatch& patch, const std::string& name, double weight,
                                            absl::Span<const PatchTarget> targets,
                                            const BlockWeights& blocks = {});
@@ -93,7 +93,8 @@ class LayerPatcher {
                                                               const ApplyOptions& options,
                                                               std::vector<PatchReport>* reports = nullptr);
 
-  // What Apply would take, without doing it, where `bytes_per_number` and `form` are those of the component's weights.
+  // What Apply would take, without doing it, where `bytes_per_number` and `form` are those of the component's
+  // weights.
   struct OverlaySize {
     int64_t merged = 0;  // bytes of merged weights
     int64_t beside = 0;  // bytes of what is computed beside them

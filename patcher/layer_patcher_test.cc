@@ -96,8 +96,7 @@ TEST_F(LayerPatcherTest, BlocksHaveStrengthsOfTheirOwn) {
   Tensors file = Pair("blocks.0");
   file.merge(Pair("blocks.1"));
   for (const PatchMode mode : {PatchMode::kDirect, PatchMode::kSidecar}) {
-    const auto overlay =
-        Apply(Spec(file, 0.5, {{"transformer", 3}, {"transformer.blocks.1", -1}}), mode);
+    const auto overlay = Apply(Spec(file, 0.5, {{"transformer", 3}, {"transformer.blocks.1", -1}}), mode);
     const WeightView view(*base, overlay.get());
     const at::Tensor x = at::randn({3, kIn});
     EXPECT_TRUE(at::allclose(view.Linear(first, {}, x),
@@ -166,10 +165,9 @@ TEST_F(LayerPatcherTest, AnInputGrowsByWhatThePatchBrings) {
 TEST_F(LayerPatcherTest, EightBitFloatsAreNotMergedInto) {
   const double scale = 0.25;
   const at::Tensor numbers = at::randn({kOut, kIn}).to(at::kFloat8_e4m3fn);
-  base = std::make_unique<WeightSet>(
-      layout, std::vector<Weight>{{numbers, StorageForm::kFloat8, scale},
-                                  {numbers, StorageForm::kFloat8, scale},
-                                  {at::ones({kOut})}});
+  base = std::make_unique<WeightSet>(layout, std::vector<Weight>{{numbers, StorageForm::kFloat8, scale},
+                                                                 {numbers, StorageForm::kFloat8, scale},
+                                                                 {at::ones({kOut})}});
   const at::Tensor value = numbers.to(at::kFloat) * scale, x = at::randn({3, kIn});
   const Tensors pair = Pair("blocks.0"), full = {{"blocks.1.diff", at::randn({kOut, kIn})}};
   for (const PatchMode mode : {PatchMode::kDirect, PatchMode::kAuto, PatchMode::kSidecar}) {
@@ -181,13 +179,15 @@ TEST_F(LayerPatcherTest, EightBitFloatsAreNotMergedInto) {
     ASSERT_NE(overlay->merged(second), nullptr);
     EXPECT_EQ(overlay->merged(second)->scalar_type(), at::kBFloat16);
     const WeightView view(*base, overlay.get());
-    EXPECT_TRUE(at::allclose(view.Linear(first, {}, x), x.mm((value + 0.5 * Product(pair, "blocks.0")).t()), 1e-5, 1e-5));
+    EXPECT_TRUE(at::allclose(view.Linear(first, {}, x), x.mm((value + 0.5 * Product(pair, "blocks.0")).t()),
+                             1e-5, 1e-5));
     const at::Tensor merged = (value + 0.5 * full.at("blocks.1.diff")).to(at::kBFloat16);
     EXPECT_TRUE(at::equal(view(second), merged.to(at::kFloat)));
   }
   const WeightView view(*base, nullptr);
   EXPECT_TRUE(at::equal(view(first), value));
-  EXPECT_TRUE(at::equal(view.Rows(first, at::tensor({4, 0, 4}, at::kLong)), value.index_select(0, at::tensor({4, 0, 4}, at::kLong))));
+  EXPECT_TRUE(at::equal(view.Rows(first, at::tensor({4, 0, 4}, at::kLong)),
+                        value.index_select(0, at::tensor({4, 0, 4}, at::kLong))));
 }
 
 TEST_F(LayerPatcherTest, OnlyWhatMayGrowGrows) {

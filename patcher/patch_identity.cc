@@ -17,11 +17,16 @@ struct Component {
 };
 // What stands before the layers of text encoders; all else is the denoiser's.
 constexpr Component kComponents[] = {
-    {"lora_te1_", "text_encoder"},         {"lora_te2_", "text_encoder_2"},
-    {"lora_te3_", "text_encoder_3"},       {"lora_te_", "text_encoder"},
-    {"text_encoder_2.", "text_encoder_2"}, {"text_encoder_3.", "text_encoder_3"},
-    {"text_encoder.", "text_encoder"},     {"text_encoder:", "text_encoder"},
-    {"clip_l.", "text_encoder"},           {"clip_g.", "text_encoder_2"},
+    {"lora_te1_", "text_encoder"},
+    {"lora_te2_", "text_encoder_2"},
+    {"lora_te3_", "text_encoder_3"},
+    {"lora_te_", "text_encoder"},
+    {"text_encoder_2.", "text_encoder_2"},
+    {"text_encoder_3.", "text_encoder_3"},
+    {"text_encoder.", "text_encoder"},
+    {"text_encoder:", "text_encoder"},
+    {"clip_l.", "text_encoder"},
+    {"clip_g.", "text_encoder_2"},
     {"t5.", "text_encoder_2"},
 };
 

@@ -80,9 +80,9 @@ struct PatchKeys {
   std::string Format() const;
 };
 
-// "LoRA", "LoCon", "LoCon-Tucker", "LoHa", "LoKr", "full diff", "norm", "set scale", "IA3", "GLoRA", "OFT", "BOFT", each
-// of the low-rank ones with "+DoRA", "+bias" (its own) or "+bias diff"; "bias diff only". Empty for an alpha
-// alone.
+// "LoRA", "LoCon", "LoCon-Tucker", "LoHa", "LoKr", "full diff", "norm", "set scale", "IA3", "GLoRA", "OFT",
+// "BOFT", each of the low-rank ones with "+DoRA", "+bias" (its own) or "+bias diff"; "bias diff only". Empty
+// for an alpha alone.
 std::string LayerType(const LayerKeys& keys, const NamedShapes& tensors);
 
 // Makes a layer of its tensors and checks it. `read` gives a tensor by its key in the file. Errors:

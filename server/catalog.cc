@@ -169,7 +169,8 @@ absl::StatusOr<Catalog::Found> Catalog::Find(const std::string& name) const {
   for (const std::string& root : model_roots_) {
     Found found;
     found.files.name = name;
-    if (fs::path folder = Below(root, name); !folder.empty() && fs::is_regular_file(folder / kIndexFile, ec)) {
+    if (fs::path folder = Below(root, name);
+        !folder.empty() && fs::is_regular_file(folder / kIndexFile, ec)) {
       found.files.folder = folder.string();
       found.source = folder.lexically_relative(root).string();
       found.signature = Signature({folder});
@@ -180,10 +181,12 @@ absl::StatusOr<Catalog::Found> Catalog::Find(const std::string& name) const {
     fs::path sidecar = Below(root, absl::StrCat(name, ".json"));
     const nlohmann::json json = sidecar.empty() ? nlohmann::json() : ReadJson(sidecar);
     if (!json.is_object() || !json.contains("base") || !json["base"].is_string()) {
-      return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
-                       absl::StrCat("single-file model ", name, " needs a file ", name,
-                                    ".json with {\"base\": \"MODEL\"}, naming the model whose text encoders and VAE it uses"),
-                       {{"model", name}});
+      return MakeError(
+          absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
+          absl::StrCat(
+              "single-file model ", name, " needs a file ", name,
+              ".json with {\"base\": \"MODEL\"}, naming the model whose text encoders and VAE it uses"),
+          {{"model", name}});
     }
     const auto base_name = json["base"].get<std::string>();
     fs::path base;
@@ -231,9 +234,10 @@ absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::Model(const std::strin
   }
   std::vector<std::string> known;
   for (const Family* family : AllFamilies()) known.emplace_back(family->name());
-  return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
-                   absl::StrCat("model ", name, " is of no family that is known here (", absl::StrJoin(known, ", "), ")"),
-                   {{"model", name}});
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
+      absl::StrCat("model ", name, " is of no family that is known here (", absl::StrJoin(known, ", "), ")"),
+      {{"model", name}});
 }
 
 std::vector<LoraFile> Catalog::Loras() const {

@@ -19,8 +19,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "cache/mutex.h"
 #include "cache/model_cache.h"
+#include "cache/mutex.h"
 #include "families/family.h"
 #include "server/names.h"
 

@@ -70,7 +70,8 @@ void SetInitImageStrength(const JobOptions& options, v1::GenerateParams& params)
 
 void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("-m,--model", options.model, "Model; the server's default when left out");
-  app.add_option("-l,--lora", options.loras, "LoRA as NAME[:WEIGHT][@START-END][,PATH=FACTOR…]; may be given several times")
+  app.add_option("-l,--lora", options.loras,
+                 "LoRA as NAME[:WEIGHT][@START-END][,PATH=FACTOR…]; may be given several times")
       ->allow_extra_args(false);
   app.add_option("--patch-mode", options.patch_mode, "How LoRAs are applied")
       ->check(CLI::IsMember({"auto", "direct", "sidecar"}));
@@ -81,7 +82,8 @@ void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("-s,--steps", options.steps, "Steps");
   app.add_option("-g,--guidance", options.guidance, "Guidance: that of a distilled FLUX, or of SD");
   app.add_option("--true-cfg", options.true_cfg, "Classifier-free guidance scale");
-  app.add_option("--guidance-rescale", options.guidance_rescale, "SD: 0 to 1, takes back contrast of guidance");
+  app.add_option("--guidance-rescale", options.guidance_rescale,
+                 "SD: 0 to 1, takes back contrast of guidance");
   app.add_option("--sampler", options.sampler, "Sampler; `latentctl info` lists them");
   app.add_option("--schedule", options.schedule, "SD: how noise levels are spaced, karras and others");
   app.add_option("--prompt-syntax", options.prompt_syntax, "SD: how weights are written in prompts")
@@ -97,7 +99,8 @@ void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("--latents", options.latents, "Latents to go on from, of a job with --format latents");
   app.add_option("--denoising-start", options.denoising_start, "Where the job before stopped, 0 to 1");
   app.add_option("--denoising-end", options.denoising_end, "Where to stop, 0 to 1");
-  app.add_option("--control", options.control, "PNG or JPEG file to draw after, with a control model or LoRA");
+  app.add_option("--control", options.control,
+                 "PNG or JPEG file to draw after, with a control model or LoRA");
   app.add_option("--strength", options.strength, "How much of the init image is redone, above 0 to 1");
   app.add_option("--format", options.format, "Of the pictures; else by the extension of --out")
       ->check(CLI::IsMember({"png", "jpeg", "latents"}));
@@ -142,7 +145,8 @@ absl::StatusOr<v1::GenerateParams> Params(const JobOptions& options) {
   if (options.denoising_start) params.set_denoising_start(*options.denoising_start);
   if (options.denoising_end) params.set_denoising_end(*options.denoising_end);
   v1::PromptSyntax syntax = v1::PROMPT_SYNTAX_UNSPECIFIED;
-  v1::PromptSyntax_Parse(absl::StrCat("PROMPT_SYNTAX_", absl::AsciiStrToUpper(options.prompt_syntax)), &syntax);
+  v1::PromptSyntax_Parse(absl::StrCat("PROMPT_SYNTAX_", absl::AsciiStrToUpper(options.prompt_syntax)),
+                         &syntax);
   params.set_prompt_syntax(syntax);
   if (options.shift) params.set_shift(*options.shift);
   if (options.max_sequence_length) params.set_max_sequence_length(*options.max_sequence_length);

@@ -269,7 +269,8 @@ absl::StatusOr<v1::LoraRef> ParseLora(absl::string_view text) {
   v1::LoraRef lora;
   const std::vector<absl::string_view> fields = absl::StrSplit(text, ',');
   for (size_t i = 1; i < fields.size(); ++i) {
-    const std::pair<absl::string_view, absl::string_view> entry = absl::StrSplit(fields[i], absl::MaxSplits('=', 1));
+    const std::pair<absl::string_view, absl::string_view> entry =
+        absl::StrSplit(fields[i], absl::MaxSplits('=', 1));
     double factor = 0;
     if (entry.first.empty() || !absl::SimpleAtod(entry.second, &factor)) return usage;
     (*lora.mutable_block_weights())[std::string(entry.first)] = factor;

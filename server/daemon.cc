@@ -55,7 +55,8 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
 
   grpc::ServerBuilder builder;
   SetTransportOptions(builder, config);
-  ASSIGN_OR_RETURN(daemon->listener_, Listener::Bind({.addresses = config.listen, .max_connections = config.max_connections}));
+  ASSIGN_OR_RETURN(daemon->listener_,
+                   Listener::Bind({.addresses = config.listen, .max_connections = config.max_connections}));
   daemon->listener_->AddTo(builder, grpc::InsecureServerCredentials());
   builder.RegisterService(&daemon->services_->denoise);
   builder.RegisterService(&daemon->services_->model);
@@ -63,7 +64,8 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
   builder.RegisterService(&daemon->services_->server);
   daemon->server_ = builder.BuildAndStart();
   if (daemon->server_ == nullptr) {
-    return MakeError(absl::StatusCode::kInternal, "START_FAILED", "gRPC did not start; its log lines say why");
+    return MakeError(absl::StatusCode::kInternal, "START_FAILED",
+                     "gRPC did not start; its log lines say why");
   }
   if (auto* health = daemon->server_->GetHealthCheckService()) {
     health->SetServingStatus("", true);

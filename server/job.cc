@@ -81,7 +81,8 @@ absl::Status Job::Prepare() {
   phase_ = v1::JobInfo::PHASE_LOADING;
   const Pipeline& pipeline = *setup_.model->pipeline;
   ASSIGN_OR_RETURN(params_, ParamsFromProto(setup_.request, core_->config));
-  for (const PatchReport& report : reports_) params_.grown_inputs = std::max(params_.grown_inputs, GrownInputs(report));
+  for (const PatchReport& report : reports_)
+    params_.grown_inputs = std::max(params_.grown_inputs, GrownInputs(report));
   RETURN_IF_ERROR(pipeline.Validate(params_));
   RETURN_IF_ERROR(CheckPixels(params_, core_->config));
   // What is kept for the echo needs no picture.
@@ -89,20 +90,20 @@ absl::Status Job::Prepare() {
   const int64_t decoded = PictureBytes(params_);
   setup_.request_memory.ShrinkTo(decoded);
   if (decoded > setup_.request_memory.bytes()) {
-    ASSIGN_OR_RETURN(decoded_memory_, core_->ram->Reserve({.bytes = decoded - setup_.request_memory.bytes(),
-                                                           .use = MemoryUse::kImages,
-                                                           .owner = setup_.owner,
-                                                           .what = "decoded pictures of a request",
-                                                           .deadline = absl::Now() + core_->config.memory_wait_timeout,
-                                                           .stop = stop_.get_token()}));
+    ASSIGN_OR_RETURN(decoded_memory_,
+                     core_->ram->Reserve({.bytes = decoded - setup_.request_memory.bytes(),
+                                          .use = MemoryUse::kImages,
+                                          .owner = setup_.owner,
+                                          .what = "decoded pictures of a request",
+                                          .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                                          .stop = stop_.get_token()}));
   }
   steps_ = static_cast<int>(*params_.steps);
 
   for (const std::string& component : pipeline.EncoderComponents(params_)) {
     phases_.push_back({Kind::kEncode, component});
   }
-  if (params_.has_pictures())
-    phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
+  if (params_.has_pictures()) phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
   phases_.push_back({Kind::kDenoise, pipeline.denoiser_component()});
   if (setup_.request.image_format() != v1::IMAGE_FORMAT_LATENTS) {
     phases_.push_back({Kind::kDecode, pipeline.decoder_component()});

@@ -17,7 +17,8 @@ constexpr int kMaxBlocks = 1024;
 
 absl::Status CheckWeight(absl::string_view field, absl::string_view of, double weight) {
   if (std::abs(weight) <= kMaxWeight) return absl::OkStatus();
-  return FieldError(field, absl::StrCat("of ", of, std::isfinite(weight) ? " is beyond ±1000" : " is not finite"));
+  return FieldError(field,
+                    absl::StrCat("of ", of, std::isfinite(weight) ? " is beyond ±1000" : " is not finite"));
 }
 
 }  // namespace
@@ -42,8 +43,9 @@ absl::StatusOr<std::vector<LoraChoice>> ResolveLoras(const std::vector<v1::LoraR
     if (ref.has_start()) choice.start = ref.start();
     if (ref.has_end()) choice.end = ref.end();
     if (!(choice.start >= 0 && choice.start < choice.end && choice.end <= 1)) {  // NaN fails too
-      return FieldError("loras.start", absl::StrCat("and end of ", ref.name(), " must be 0 ≤ start < end ≤ 1; they are ",
-                                                    choice.start, " and ", choice.end));
+      return FieldError("loras.start",
+                        absl::StrCat("and end of ", ref.name(), " must be 0 ≤ start < end ≤ 1; they are ",
+                                     choice.start, " and ", choice.end));
     }
     if (!names.insert(ref.name()).second) {
       return FieldError("loras.name", absl::StrCat("'", ref.name(), "' is given twice; add the weights"));

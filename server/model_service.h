@@ -11,13 +11,16 @@ class ModelServiceImpl : public v1::ModelService::CallbackService {
  public:
   explicit ModelServiceImpl(ServerCore* core) : core_(core) {}
 
-  grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context, const v1::ListModelsRequest* request,
+  grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
+                                       const v1::ListModelsRequest* request,
                                        v1::ListModelsResponse* response) override;
   grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context, const v1::GetModelRequest* request,
                                      v1::GetModelResponse* response) override;
-  grpc::ServerUnaryReactor* ListLoras(grpc::CallbackServerContext* context, const v1::ListLorasRequest* request,
+  grpc::ServerUnaryReactor* ListLoras(grpc::CallbackServerContext* context,
+                                      const v1::ListLorasRequest* request,
                                       v1::ListLorasResponse* response) override;
-  grpc::ServerUnaryReactor* InspectLora(grpc::CallbackServerContext* context, const v1::InspectLoraRequest* request,
+  grpc::ServerUnaryReactor* InspectLora(grpc::CallbackServerContext* context,
+                                        const v1::InspectLoraRequest* request,
                                         v1::InspectLoraResponse* response) override;
   grpc::ServerReadReactor<v1::UploadLoraRequest>* UploadLora(grpc::CallbackServerContext* context,
                                                              v1::UploadLoraResponse* response) override;

@@ -17,14 +17,16 @@ constexpr int kMaxGuidanceList = 1000;
 
 absl::Status CheckText(const std::string& text, absl::string_view field) {
   if (text.size() <= kMaxPromptBytes) return absl::OkStatus();
-  return FieldError(field, absl::StrCat("has ", text.size(), " bytes, at most ", kMaxPromptBytes, " are taken"));
+  return FieldError(field,
+                    absl::StrCat("has ", text.size(), " bytes, at most ", kMaxPromptBytes, " are taken"));
 }
 
 // uint8 [H, W, 3] of a picture file.
 absl::StatusOr<at::Tensor> PictureOf(const std::string& file, absl::string_view field, const Config& config) {
   if (file.empty()) return FieldError(field, "is empty");
-  ASSIGN_OR_RETURN(RgbImage image,
-                   DecodeImage(file, {.max_bytes = config.max_image_bytes, .max_pixels = config.max_pixels}, field));
+  ASSIGN_OR_RETURN(
+      RgbImage image,
+      DecodeImage(file, {.max_bytes = config.max_image_bytes, .max_pixels = config.max_pixels}, field));
   at::Tensor picture = at::empty({image.height, image.width, 3}, at::kByte);
   std::memcpy(picture.data_ptr(), image.pixels.data(), image.pixels.size());
   return picture;
@@ -47,13 +49,16 @@ const char* SyntaxName(v1::PromptSyntax syntax) {
 }
 
 // The fields that SD families alone know; a family that does not know one refuses it.
-absl::Status SdParamsFromProto(const v1::GenerateParams& proto, const Config& config, GenerateParams& params) {
+absl::Status SdParamsFromProto(const v1::GenerateParams& proto, const Config& config,
+                               GenerateParams& params) {
   RETURN_IF_ERROR(CheckText(proto.prompt_2(), "params.prompt_2"));
   RETURN_IF_ERROR(CheckText(proto.negative_prompt_2(), "params.negative_prompt_2"));
   if (proto.has_prompt_2()) params.prompt_2 = proto.prompt_2();
   if (proto.has_negative_prompt_2()) params.negative_prompt_2 = proto.negative_prompt_2();
-  if (!v1::PromptSyntax_IsValid(proto.prompt_syntax())) return FieldError("params.prompt_syntax", "unknown value");
-  if (proto.prompt_syntax() != v1::PROMPT_SYNTAX_UNSPECIFIED) params.prompt_syntax = SyntaxName(proto.prompt_syntax());
+  if (!v1::PromptSyntax_IsValid(proto.prompt_syntax()))
+    return FieldError("params.prompt_syntax", "unknown value");
+  if (proto.prompt_syntax() != v1::PROMPT_SYNTAX_UNSPECIFIED)
+    params.prompt_syntax = SyntaxName(proto.prompt_syntax());
   if (proto.has_clip_skip()) params.clip_skip = proto.clip_skip();
   if (proto.has_schedule()) params.schedule = proto.schedule();
   if (proto.has_eta()) params.eta = proto.eta();
@@ -68,7 +73,8 @@ absl::Status SdParamsFromProto(const v1::GenerateParams& proto, const Config& co
     ASSIGN_OR_RETURN(params.init_latents, LatentsFromFile(proto.init_latents(), "params.init_latents"));
   }
   if (proto.has_mask_image()) {
-    ASSIGN_OR_RETURN(params.mask_image, PictureOf(proto.mask_image().data(), "params.mask_image.data", config));
+    ASSIGN_OR_RETURN(params.mask_image,
+                     PictureOf(proto.mask_image().data(), "params.mask_image.data", config));
     if (proto.mask_image().has_gradient()) params.gradient_mask = proto.mask_image().gradient();
   }
   if (proto.has_original_size())
@@ -77,7 +83,8 @@ absl::Status SdParamsFromProto(const v1::GenerateParams& proto, const Config& co
     params.target_size = PixelSize{proto.target_size().width(), proto.target_size().height()};
   if (proto.has_crop()) params.crop = PixelPoint{proto.crop().left(), proto.crop().top()};
   if (proto.has_aesthetic_score()) params.aesthetic_score = proto.aesthetic_score();
-  if (proto.has_negative_aesthetic_score()) params.negative_aesthetic_score = proto.negative_aesthetic_score();
+  if (proto.has_negative_aesthetic_score())
+    params.negative_aesthetic_score = proto.negative_aesthetic_score();
   if (proto.has_denoise_tiles()) {
     const v1::DenoiseTiles& tiles = proto.denoise_tiles();
     params.tiles.emplace();
@@ -106,12 +113,14 @@ absl::StatusOr<GenerateParams> ParamsFromProto(const v1::GenerateParams& proto, 
   if (proto.has_max_sequence_length()) params.max_sequence_length = proto.max_sequence_length();
 
   const int count = proto.has_count() ? proto.count() : 1;
-  if (count < 1 || count > kMaxCount) return FieldError("params.count", absl::StrCat("must be 1 to ", kMaxCount));
+  if (count < 1 || count > kMaxCount)
+    return FieldError("params.count", absl::StrCat("must be 1 to ", kMaxCount));
   const uint64_t first = proto.has_seed() ? proto.seed() : DrawSeed();
   for (int i = 0; i < count; ++i) params.seeds.push_back(first + static_cast<uint64_t>(i));
 
   if (proto.preview_every() < 0) return FieldError("params.preview_every", "must not be negative");
-  if (!v1::ImageFormat_IsValid(proto.image_format())) return FieldError("params.image_format", "unknown value");
+  if (!v1::ImageFormat_IsValid(proto.image_format()))
+    return FieldError("params.image_format", "unknown value");
 
   RETURN_IF_ERROR(SdParamsFromProto(proto, config, params));
   if (proto.has_init_image()) {
@@ -171,7 +180,8 @@ void ClearPictureFiles(v1::GenerateParams& params) {
 
 int64_t PictureBytes(const GenerateParams& params) {
   int64_t bytes = 0;
-  for (const at::Tensor& picture : {params.init_image, params.control_image, params.mask_image, params.init_latents}) {
+  for (const at::Tensor& picture :
+       {params.init_image, params.control_image, params.mask_image, params.init_latents}) {
     if (picture.defined()) bytes += static_cast<int64_t>(picture.nbytes());
   }
   return bytes;

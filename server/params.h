@@ -13,11 +13,12 @@
 namespace latentd {
 
 // Checks what does not depend on the model (text and picture sizes, count, seed range), decodes
-// pictures, and draws a seed where none is given. The rest is Pipeline::Validate's. Takes time for an image: not
-// on an RPC thread. Errors: INVALID_ARGUMENT INVALID_FIELD.
+// pictures, and draws a seed where none is given. The rest is Pipeline::Validate's. Takes time for an image:
+// not on an RPC thread. Errors: INVALID_ARGUMENT INVALID_FIELD.
 absl::StatusOr<GenerateParams> ParamsFromProto(const v1::GenerateParams& proto, const Config& config);
 
-// Bytes of the picture and latents files in a request; those files taken out; and bytes of the pictures decoded.
+// Bytes of the picture and latents files in a request; those files taken out; and bytes of the pictures
+// decoded.
 int64_t PictureFileBytes(const v1::GenerateParams& params);
 void ClearPictureFiles(v1::GenerateParams& params);
 int64_t PictureBytes(const GenerateParams& params);

@@ -107,8 +107,8 @@ absl::StatusOr<std::vector<PatchSpec>> PhaseResources::Specs() {
     spec.handle = lora.handle.Share();
     spec.patch = std::static_pointer_cast<const ModelPatch>(spec.handle.resource());
     // Merging is done in host memory; what is computed beside the weights has to be where they are.
-    const bool beside = Applies(lora) &&
-                        (setup_.patch_mode != PatchMode::kDirect || !handle_.As<WeightSet>().is_plain());
+    const bool beside =
+        Applies(lora) && (setup_.patch_mode != PatchMode::kDirect || !handle_.As<WeightSet>().is_plain());
     if (beside && !setup_.device->uses_host_memory()) {
       ASSIGN_OR_RETURN(spec.residency,
                        setup_.core->cache->LockOnDevice(spec.handle, *setup_.device,
@@ -201,7 +201,8 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
 bool PhaseResources::SetProgress(double progress) {
   const double before = std::exchange(progress_, progress);
   const bool changes = std::any_of(setup_.loras->begin(), setup_.loras->end(), [&](const HeldLora& lora) {
-    return lora.report.matched.count(component_.name) != 0 && lora.ActiveAt(before) != lora.ActiveAt(progress);
+    return lora.report.matched.count(component_.name) != 0 &&
+           lora.ActiveAt(before) != lora.ActiveAt(progress);
   });
   if (changes) ReleaseDevice();
   return changes;

@@ -58,8 +58,8 @@ class PhaseResources {
   // again, and repeats the slice. Returns `status` when there is no further measure.
   absl::Status Adapt(const absl::Status& status);
 
-  // The share of the steps that are done, from 0 on. True when that changes which LoRAs apply: then everything
-  // but the component's lock is let go, and the caller acquires again.
+  // The share of the steps that are done, from 0 on. True when that changes which LoRAs apply: then
+  // everything but the component's lock is let go, and the caller acquires again.
   bool SetProgress(double progress);
 
   // Lets everything go.

@@ -311,8 +311,7 @@ class Planner {
     for (const std::string& component : pipeline.EncoderComponents(params_)) {
       if (!EncodeText(component, core_.PlaceEncoder(model_, component, home))) return false;
     }
-    if (params_.has_pictures() &&
-        !RunPhase(pipeline.image_encoder_component(), home, 1, /*can_tile=*/true)) {
+    if (params_.has_pictures() && !RunPhase(pipeline.image_encoder_component(), home, 1, /*can_tile=*/true)) {
       return false;
     }
     if (!RunPhase(pipeline.denoiser_component(), home, Steps(), /*can_tile=*/false)) return false;
@@ -359,8 +358,8 @@ class Planner {
     if (lora.weight == 0) return false;
     const LockHandle handle = core_.cache->Peek(lora.request.key, "plan");
     if (!handle) return true;
-    const auto report =
-        LayerPatcher::Match(handle.As<ModelPatch>(), lora.name, lora.weight, model_.patch_targets, lora.blocks);
+    const auto report = LayerPatcher::Match(handle.As<ModelPatch>(), lora.name, lora.weight,
+                                            model_.patch_targets, lora.blocks);
     return !report.ok() || report->matched.count(component) != 0;
   }
 
@@ -472,7 +471,8 @@ class Planner {
     return true;
   }
 
-  // What patches take for a component, with those of a part of the steps as if they applied in all. Exact for LoRAs that are in memory; from the files' sizes for others.
+  // What patches take for a component, with those of a part of the steps as if they applied in all. Exact for
+  // LoRAs that are in memory; from the files' sizes for others.
   Overlay OverlayOf(const Component& component, const ModelKey& key) const {
     Overlay overlay;
     if (!component.patch_target) return overlay;
@@ -500,8 +500,8 @@ class Planner {
     const bool all_read = unread_bytes == 0;
     // A file that was not read yet is taken for plain low-rank layers.
     const StorageForm form = StoredAsFloat8(component) ? StorageForm::kFloat8 : StorageForm::kPlain;
-    const auto size = LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, form, *component.patch_target,
-                                                 specs, {.mode = mode_})
+    const auto size = LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, form,
+                                                 *component.patch_target, specs, {.mode = mode_})
                           .value_or(LayerPatcher::OverlaySize{});
     overlay.record_bytes = size.merged;
     overlay.beside_bytes = size.beside;
@@ -557,7 +557,8 @@ absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest
   ASSIGN_OR_RETURN(std::vector<LoraChoice> loras,
                    ResolveLoras({request.loras().begin(), request.loras().end()}, *core.catalog));
   ASSIGN_OR_RETURN(GenerateParams params, ParamsFromProto(request.params(), core.config));
-  if (!loras.empty()) params.grown_inputs = GenerateParams::kUnknownInputs;  // they may not have been read yet
+  if (!loras.empty())
+    params.grown_inputs = GenerateParams::kUnknownInputs;  // they may not have been read yet
   RETURN_IF_ERROR(model->pipeline->Validate(params));
   RETURN_IF_ERROR(CheckPixels(params, core.config));
   return Planner(core, *model, std::move(params), std::move(loras), mode, request.params().vae_tiling(),

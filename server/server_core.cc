@@ -123,9 +123,11 @@ std::string StateFolder(const Config& config) {
     return std::string(value == nullptr ? "" : value);
   };
   // systemd's own comes first; it may name several.
-  if (const std::string given = variable("STATE_DIRECTORY"); !given.empty()) return given.substr(0, given.find(':'));
+  if (const std::string given = variable("STATE_DIRECTORY"); !given.empty())
+    return given.substr(0, given.find(':'));
   if (const std::string xdg = variable("XDG_STATE_HOME"); !xdg.empty()) return absl::StrCat(xdg, "/latentd");
-  if (const std::string home = variable("HOME"); !home.empty()) return absl::StrCat(home, "/.local/state/latentd");
+  if (const std::string home = variable("HOME"); !home.empty())
+    return absl::StrCat(home, "/.local/state/latentd");
   return "";
 }
 
@@ -154,7 +156,8 @@ Executor& ServerCore::PlaceEncoder(const OpenModel& model, const std::string& co
   Executor* idle = nullptr;
   for (const auto& executor : executors) {
     if (!executor->idle() || !executor->device().Check().ok()) continue;
-    if (executor->device().uses_host_memory() || holds.count(executor->device().name()) != 0) return *executor;
+    if (executor->device().uses_host_memory() || holds.count(executor->device().name()) != 0)
+      return *executor;
     if (idle == nullptr) idle = executor.get();
   }
   return idle == nullptr ? home : *idle;

@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "cache/device.h"
 #include "cache/model_cache.h"
+#include "cache/mutex.h"
 #include "patcher/layer_patcher.h"
 #include "server/catalog.h"
 #include "server/config.h"
@@ -20,7 +21,6 @@
 #include "server/upload_store.h"
 #include "server/upload_watch.h"
 #include "server/worker_pool.h"
-#include "cache/mutex.h"
 
 namespace latentd {
 
@@ -35,8 +35,8 @@ struct ServerCore {
   ~ServerCore();
 
   // The executor for a job on this model: one whose device holds the denoiser, else the least loaded; lost
-  // devices come last. Place counts the job there (Executor::AddJob), in one step with the choice, so that jobs
-  // that come at once are spread.
+  // devices come last. Place counts the job there (Executor::AddJob), in one step with the choice, so that
+  // jobs that come at once are spread.
   Executor& Place(const OpenModel& model);
   Executor& WouldPlace(const OpenModel& model) const;
 

@@ -31,7 +31,8 @@ grpc::ServerUnaryReactor* ServerServiceImpl::GetServerInfo(grpc::CallbackServerC
     std::set<std::string> samplers = {"euler"};  // FLUX's alone
     for (const SamplerInfo& sampler : AllSamplers()) samplers.emplace(sampler.name);
     for (const std::string& sampler : samplers) response->add_samplers(sampler);
-    for (const char* schedule : {"karras", "exponential", "beta", "trailing", "sgm_uniform", "simple", "ays"}) {
+    for (const char* schedule :
+         {"karras", "exponential", "beta", "trailing", "sgm_uniform", "simple", "ays"}) {
       response->add_schedules(schedule);
     }
     response->add_image_formats(v1::IMAGE_FORMAT_PNG);

@@ -41,7 +41,11 @@ google::protobuf::Duration ToProto(absl::Duration d) {
 
 SessionScope::SessionScope(ServerCore* core, std::shared_ptr<SessionClient> client, std::string peer,
                            OpenRequest request)
-    : core_(core), id_(RandomId()), peer_(std::move(peer)), open_(std::move(request)), client_(std::move(client)) {}
+    : core_(core),
+      id_(RandomId()),
+      peer_(std::move(peer)),
+      open_(std::move(request)),
+      client_(std::move(client)) {}
 
 SessionScope::~SessionScope() = default;
 
@@ -69,9 +73,10 @@ absl::Status SessionScope::Admit(const std::string& job_id) {
   const auto queued = std::count_if(queue_.begin(), queue_.end(),
                                     [](const Request& r) { return r.kind == Request::Kind::kDenoise; });
   if (queued >= core_->config.max_queued_jobs_per_session) {
-    return MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
-                     absl::StrCat("this session has ", queued, " jobs waiting, which is the limit; wait for one"),
-                     {{"limit", absl::StrCat(core_->config.max_queued_jobs_per_session)}, {"retry_ms", "1000"}});
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+        absl::StrCat("this session has ", queued, " jobs waiting, which is the limit; wait for one"),
+        {{"limit", absl::StrCat(core_->config.max_queued_jobs_per_session)}, {"retry_ms", "1000"}});
   }
   if (core_->queued_jobs.fetch_add(1) >= core_->config.max_queued_jobs) {
     --core_->queued_jobs;
@@ -121,7 +126,8 @@ void SessionScope::Denoise(std::string request_id, std::string job_id, v1::Gener
   client_->OnJobEvent(request_id, job_id, std::move(event));
   {
     MutexLock lock(&mu_);
-    auto it = std::find_if(queue_.begin(), queue_.end(), [&](const Request& r) { return r.job_id == job_id; });
+    auto it =
+        std::find_if(queue_.begin(), queue_.end(), [&](const Request& r) { return r.job_id == job_id; });
     if (it != queue_.end()) it->announced = true;
   }
   Pump();
@@ -227,9 +233,10 @@ void SessionScope::Pump() {
     job_->Start();
     return;
   }
-  core_->workers->Submit([self = shared_from_this(), request = std::make_shared<const Request>(std::move(current_))] {
-    request->kind == Request::Kind::kOpen ? self->RunOpen(*request) : self->RunSetLoras(*request);
-  });
+  core_->workers->Submit(
+      [self = shared_from_this(), request = std::make_shared<const Request>(std::move(current_))] {
+        request->kind == Request::Kind::kOpen ? self->RunOpen(*request) : self->RunSetLoras(*request);
+      });
 }
 
 void SessionScope::RequestDone() {
@@ -252,13 +259,15 @@ absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<
     held.emplace_back();
     static_cast<LoraUse&>(held.back()) = choice;
   }
-  ASSIGN_OR_RETURN(std::vector<LockHandle> handles,
-                   core_->cache->LockAll(requests, {.owner = id_,
-                                                    .deadline = absl::Now() + core_->config.memory_wait_timeout,
-                                                    .stop = stop_.get_token()}));
+  ASSIGN_OR_RETURN(
+      std::vector<LockHandle> handles,
+      core_->cache->LockAll(requests, {.owner = id_,
+                                       .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                                       .stop = stop_.get_token()}));
   for (size_t i = 0; i < held.size(); ++i) {
     held[i].handle = std::move(handles[i]);
-    ASSIGN_OR_RETURN(held[i].report, LayerPatcher::Match(held[i].handle.As<ModelPatch>(), held[i].name, held[i].weight,
+    ASSIGN_OR_RETURN(held[i].report,
+                     LayerPatcher::Match(held[i].handle.As<ModelPatch>(), held[i].name, held[i].weight,
                                          model.patch_targets, held[i].blocks));
     if (held[i].report.unmatched_count > 0) {
       spdlog::warn("lora {} session={}: {} of {} layers match nothing", held[i].name, id_,
@@ -367,8 +376,9 @@ void SessionScope::Tick(absl::Time now) {
     MutexLock lock(&mu_);
     if (ending_ || ended_) return;
     const absl::Time started_before = now - core_->config.job_timeout;
-    auto too_late = MakeError(absl::StatusCode::kDeadlineExceeded, "JOB_TIMEOUT",
-                              absl::StrCat("the job was not done within ", absl::FormatDuration(core_->config.job_timeout)));
+    auto too_late = MakeError(
+        absl::StatusCode::kDeadlineExceeded, "JOB_TIMEOUT",
+        absl::StrCat("the job was not done within ", absl::FormatDuration(core_->config.job_timeout)));
     if (job_ != nullptr && current_.created < started_before) job_->Cancel(too_late);
     for (auto it = queue_.begin(); it != queue_.end();) {
       if (it->kind == Request::Kind::kDenoise && it->created < started_before) {
@@ -383,16 +393,18 @@ void SessionScope::Tick(absl::Time now) {
       end = MakeError(absl::StatusCode::kDeadlineExceeded, "CLIENT_STALLED",
                       absl::StrCat("the client read nothing for ", absl::FormatDuration(kStallLimit)));
     } else if (now - created_ > core_->config.session_max_age) {
-      end = MakeError(absl::StatusCode::kDeadlineExceeded, "SESSION_TOO_OLD",
-                      absl::StrCat("sessions end after ", absl::FormatDuration(core_->config.session_max_age)));
+      end =
+          MakeError(absl::StatusCode::kDeadlineExceeded, "SESSION_TOO_OLD",
+                    absl::StrCat("sessions end after ", absl::FormatDuration(core_->config.session_max_age)));
     } else if (!busy_ && queue_.empty() && now - last_active_ > open_.idle_timeout) {
       end = MakeError(absl::StatusCode::kDeadlineExceeded, "SESSION_IDLE",
                       absl::StrCat("no request for ", absl::FormatDuration(open_.idle_timeout)));
     }
   }
   for (const Request& request : late) {
-    client_->OnJobFailed(request.request_id, request.job_id,
-                         MakeError(absl::StatusCode::kDeadlineExceeded, "JOB_TIMEOUT", "the job waited too long"));
+    client_->OnJobFailed(
+        request.request_id, request.job_id,
+        MakeError(absl::StatusCode::kDeadlineExceeded, "JOB_TIMEOUT", "the job waited too long"));
   }
   if (!end.ok()) RequestEnd(reason, end);
 }
@@ -451,14 +463,16 @@ absl::StatusOr<std::shared_ptr<SessionScope>> SessionRegistry::Open(std::shared_
                                                                     std::string peer, OpenRequest request) {
   RETURN_IF_ERROR(core_->CheckAccepting());
   const absl::Duration limit = core_->config.session_idle_timeout;
-  if (request.idle_timeout <= absl::ZeroDuration() || request.idle_timeout > limit) request.idle_timeout = limit;
+  if (request.idle_timeout <= absl::ZeroDuration() || request.idle_timeout > limit)
+    request.idle_timeout = limit;
   auto scope = std::make_shared<SessionScope>(core_, std::move(client), std::move(peer), std::move(request));
   {
     MutexLock lock(&mu_);
     if (static_cast<int64_t>(sessions_.size()) >= core_->config.max_sessions) {
-      return MakeError(absl::StatusCode::kResourceExhausted, "TOO_MANY_SESSIONS",
-                       absl::StrCat("the server has ", sessions_.size(), " sessions, which is the limit; try again later"),
-                       {{"limit", absl::StrCat(core_->config.max_sessions)}, {"retry_ms", "2000"}});
+      return MakeError(
+          absl::StatusCode::kResourceExhausted, "TOO_MANY_SESSIONS",
+          absl::StrCat("the server has ", sessions_.size(), " sessions, which is the limit; try again later"),
+          {{"limit", absl::StrCat(core_->config.max_sessions)}, {"retry_ms", "2000"}});
     }
     sessions_[scope->id()] = {next_++, scope};
   }
@@ -473,9 +487,10 @@ absl::Status SessionRegistry::CancelJob(const std::string& session, const std::s
     if (it != sessions_.end()) scope = it->second.second;
   }
   if (scope == nullptr) {
-    return MakeError(absl::StatusCode::kNotFound, "SESSION_NOT_FOUND",
-                     absl::StrCat("no session '", session.substr(0, 64), "' is open"),
-                     {{"resource_type", "session"}, {"resource_name", session.substr(0, 64)}, {"field", "session"}});
+    return MakeError(
+        absl::StatusCode::kNotFound, "SESSION_NOT_FOUND",
+        absl::StrCat("no session '", session.substr(0, 64), "' is open"),
+        {{"resource_type", "session"}, {"resource_name", session.substr(0, 64)}, {"field", "session"}});
   }
   return scope->CancelJob(job_id);
 }
@@ -507,8 +522,8 @@ void SessionRegistry::Remove(const std::string& id) {
 
 void SessionRegistry::Drain(absl::Time deadline) {
   const absl::Status draining =
-      MakeError(absl::StatusCode::kUnavailable, "SERVER_DRAINING", "the server is going down; connect again later",
-                {{"retry_ms", "5000"}});
+      MakeError(absl::StatusCode::kUnavailable, "SERVER_DRAINING",
+                "the server is going down; connect again later", {{"retry_ms", "5000"}});
   auto count = [&] {
     MutexLock lock(&mu_);
     return sessions_.size();

@@ -45,7 +45,8 @@ class JsonConfig {
   std::string String(absl::string_view key, absl::string_view fallback);
   std::vector<int64_t> Ints(absl::string_view key, std::vector<int64_t> fallback, int64_t min, int64_t max);
   // An array of `count` integers; one integer stands for `count` times itself.
-  std::vector<int64_t> IntOrInts(absl::string_view key, int64_t fallback, size_t count, int64_t min, int64_t max);
+  std::vector<int64_t> IntOrInts(absl::string_view key, int64_t fallback, size_t count, int64_t min,
+                                 int64_t max);
   std::vector<std::string> Strings(absl::string_view key, std::vector<std::string> fallback);
   // Numbers of an array, or of an array of arrays, row after row.
   std::vector<double> Doubles(absl::string_view key);

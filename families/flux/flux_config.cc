@@ -20,9 +20,10 @@ absl::Status Unsupported(const std::string& what) {
 absl::Status Check(const FluxConfig& config) {
   const bool known = config.in_channels == kTokenChannels || config.in_channels == 2 * kTokenChannels;
   if (!known || config.out_channels != kTokenChannels) {
-    return Unsupported(absl::StrCat(config.in_channels, " input and ", config.out_channels,
-                                    " output channels; text-to-image models (64) and control models (128) are "
-                                    "supported, not Fill or Redux"));
+    return Unsupported(
+        absl::StrCat(config.in_channels, " input and ", config.out_channels,
+                     " output channels; text-to-image models (64) and control models (128) are "
+                     "supported, not Fill or Redux"));
   }
   const int64_t sum = std::accumulate(config.axes.begin(), config.axes.end(), int64_t{0});
   bool even = config.axes.size() == 3;

@@ -196,8 +196,7 @@ absl::StatusOr<std::unique_ptr<Pipeline>> FluxFamily::Open(const ModelFiles& fil
     parts.defaults.guidance = dev ? kControlGuidance : 0;
   }
   SetPublishedPreview(parts);
-  RETURN_IF_ERROR(
-      ReadSettings(base, parts.vae->config().latent_channels, parts.defaults, parts.preview));
+  RETURN_IF_ERROR(ReadSettings(base, parts.vae->config().latent_channels, parts.defaults, parts.preview));
   return std::make_unique<FluxPipeline>(std::move(parts));
 }
 

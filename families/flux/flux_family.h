@@ -10,8 +10,9 @@
 namespace latentd {
 
 // Immutable; any thread. Reads diffusers folders (model_index.json names FluxPipeline or its img2img or
-// inpainting twin, or a control pipeline) and single-file transformers, native or with diffusers' names, which take text encoders,
-// VAE and scheduler from a base folder. Fill and Kontext models are recognised and refused.
+// inpainting twin, or a control pipeline) and single-file transformers, native or with diffusers' names,
+// which take text encoders, VAE and scheduler from a base folder. Fill and Kontext models are recognised and
+// refused.
 class FluxFamily : public Family {
  public:
   absl::string_view name() const override { return "flux"; }

@@ -53,7 +53,8 @@ PatchTarget FluxClipTarget(std::shared_ptr<const ComponentLayout> layout) {
           .layout = std::move(layout),
           .key_maps = {},
           .dotted_prefixes = {"text_encoder.text_model.", "text_encoder.",
-                              "text_encoders.clip_l.transformer.text_model.", "clip_l.text_model.", "clip_l.", "text_model."},
+                              "text_encoders.clip_l.transformer.text_model.", "clip_l.text_model.", "clip_l.",
+                              "text_model."},
           .flat_prefixes = {"lora_te1_text_model_", "lora_te_text_model_", "lora_te1_", "lora_te_"}};
 }
 

@@ -34,8 +34,8 @@ class FluxDenoiser : public Denoiser {
  public:
   FluxDenoiser(std::shared_ptr<const FluxTransformer> transformer, std::vector<float> sigmas, int64_t start,
                std::vector<at::Tensor> pictures, std::vector<at::Tensor> controls,
-               std::vector<Prompt> prompts, const GenerateParams& params,
-               int64_t latent_height, int64_t latent_width)
+               std::vector<Prompt> prompts, const GenerateParams& params, int64_t latent_height,
+               int64_t latent_width)
       : transformer_(std::move(transformer)),
         sigmas_(std::move(sigmas)),
         start_(start),
@@ -95,8 +95,8 @@ class FluxDenoiser : public Denoiser {
  private:
   int64_t last() const { return static_cast<int64_t>(sigmas_.size()) - 1; }
 
-  // A picture's tokens, with those of its control image beside them. A control LoRA that applies to a part of the
-  // steps alone leaves the model's own input in the others.
+  // A picture's tokens, with those of its control image beside them. A control LoRA that applies to a part of
+  // the steps alone leaves the model's own input in the others.
   at::Tensor Input(const WeightView& w, size_t i) const {
     if (controls_.empty() || transformer_->Inputs(w) == pictures_[i].size(2)) return pictures_[i];
     return at::cat({pictures_[i], controls_[i]}, 2);
@@ -182,8 +182,8 @@ absl::Status FluxPipeline::CheckControl(const GenerateParams& params) const {
   if (params.grown_inputs == GenerateParams::kUnknownInputs) return absl::OkStatus();
   const int64_t inputs = std::max(params.grown_inputs, config.in_channels);
   if (inputs != config.out_channels && inputs != 2 * config.out_channels) {
-    return FieldError("loras", absl::StrCat("grow the model's input to ", inputs, " channels; a control LoRA makes it ",
-                                            2 * config.out_channels));
+    return FieldError("loras", absl::StrCat("grow the model's input to ", inputs,
+                                            " channels; a control LoRA makes it ", 2 * config.out_channels));
   }
   const bool wanted = inputs > config.out_channels;
   if (wanted && !given) {

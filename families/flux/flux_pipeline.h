@@ -1,4 +1,5 @@
-// FLUX.1 text-to-image, image-to-image, and drawing after a control image: what happens between a prompt and a picture.
+// FLUX.1 text-to-image, image-to-image, and drawing after a control image: what happens between a prompt and
+// a picture.
 //
 // Immutable; any thread. Denoisers share the network with the pipeline that made them and may outlive it.
 #ifndef LATENTD_FAMILIES_FLUX_FLUX_PIPELINE_H_

@@ -96,7 +96,10 @@ TEST(FluxPipelineTest, ValidateNamesTheFieldAtFault) {
        [](auto& p) {
          p.init_image = at::zeros({8, 20000, 3}, at::kByte);
        }},
-      {"params.control_image", [](auto& p) { p.control_image = at::zeros({8, 8, 3}, at::kByte); }},
+      {"params.control_image",
+       [](auto& p) {
+         p.control_image = at::zeros({8, 8, 3}, at::kByte);
+       }},
       {"params.control_image", [](auto& p) { p.grown_inputs = 128; }},
       {"params.control_image",
        [](auto& p) {
@@ -138,7 +141,8 @@ TEST(FluxPipelineTest, WorkingBytesGrowWithWhatIsAsked) {
   ASSERT_TRUE(pipeline.Validate(small).ok());
   ASSERT_TRUE(pipeline.Validate(large).ok());
   for (const char* component : {"transformer", "vae", "text_encoder_2"}) {
-    EXPECT_GT(pipeline.WorkingBytes(component, large, {}), pipeline.WorkingBytes(component, small, {})) << component;
+    EXPECT_GT(pipeline.WorkingBytes(component, large, {}), pipeline.WorkingBytes(component, small, {}))
+        << component;
   }
   EXPECT_GT(pipeline.WorkingBytes("text_encoder", small, {}), 0);
 }

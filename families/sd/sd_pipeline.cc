@@ -30,16 +30,17 @@ absl::Status CheckTiles(const DenoiseTiles& tiles, int64_t scale) {
   constexpr int64_t kSmallestTile = 4;  // latents
   for (int64_t side : {tiles.width, tiles.height}) {
     if (side < kSmallestTile * scale || side % scale != 0) {
-      return FieldError("params.denoise_tiles", absl::StrCat("a side must be a multiple of ", scale, " and at least ",
-                                                     kSmallestTile * scale, "; it is ", side));
+      return FieldError("params.denoise_tiles",
+                        absl::StrCat("a side must be a multiple of ", scale, " and at least ",
+                                     kSmallestTile * scale, "; it is ", side));
     }
   }
   const int64_t most = std::min(tiles.width, tiles.height) / 2;
   if (tiles.overlap >= 0 && tiles.overlap <= most && tiles.overlap % scale == 0) return absl::OkStatus();
   return FieldError("params.denoise_tiles", absl::StrCat("the overlap must be a multiple of ", scale,
-                                                 " from 0 to half of a "
-                                                 "tile's side; it is ",
-                                                 tiles.overlap));
+                                                         " from 0 to half of a "
+                                                         "tile's side; it is ",
+                                                         tiles.overlap));
 }
 
 }  // namespace

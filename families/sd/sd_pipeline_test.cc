@@ -114,7 +114,8 @@ TEST(SdPipelineTest, ValidateNamesTheFieldAtFault) {
           {"params.denoising_end", [](auto& p) { p.denoising_end = 1.5; }},
           {"params.denoise_tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 100}; }},
           {"params.denoise_tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 16}; }},
-          {"params.denoise_tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 64, .height = 64, .overlap = 40}; }},
+          {"params.denoise_tiles",
+           [](auto& p) { p.tiles = DenoiseTiles{.width = 64, .height = 64, .overlap = 40}; }},
           {"params.noise",
            [](auto& p) {
              p.noise = at::zeros({1, 4, 8, 8});

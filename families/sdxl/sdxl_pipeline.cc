@@ -8,24 +8,15 @@
 namespace latentd {
 namespace {
 
-constexpr absl::string_view kFields[] = {"params.prompt_2",
-                                         "params.negative_prompt_2",
-                                         "params.prompt_syntax",
-                                         "params.clip_skip",
-                                         "params.schedule",
-                                         "params.eta",
-                                         "params.guidance_rescale",
-                                         "params.guidance_list",
-                                         "params.denoising_start",
-                                         "params.denoising_end",
-                                         "params.mask_image",
-                                         "params.gradient_mask",
-                                         "params.init_latents",
-                                         "params.original_size",
-                                         "params.target_size",
-                                         "params.crop",
-                                         "params.aesthetic_score",
-                                         "params.negative_aesthetic_score",
+constexpr absl::string_view kFields[] = {"params.prompt_2",         "params.negative_prompt_2",
+                                         "params.prompt_syntax",    "params.clip_skip",
+                                         "params.schedule",         "params.eta",
+                                         "params.guidance_rescale", "params.guidance_list",
+                                         "params.denoising_start",  "params.denoising_end",
+                                         "params.mask_image",       "params.gradient_mask",
+                                         "params.init_latents",     "params.original_size",
+                                         "params.target_size",      "params.crop",
+                                         "params.aesthetic_score",  "params.negative_aesthetic_score",
                                          "params.denoise_tiles"};
 
 constexpr double kScore = 6, kNegativeScore = 2.5, kMaxScore = 100;
@@ -66,8 +57,9 @@ absl::Status SdxlPipeline::ValidateOwn(GenerateParams& params) const {
   }
   if (params.target_size) return FieldError("params.target_size", "is not known to the refiner");
   if (!params.init_image.defined() && !params.init_latents.defined()) {
-    return FieldError("params.init_image",
-                      "is missing: the refiner goes on from a picture, or from params.init_latents of the base model");
+    return FieldError(
+        "params.init_image",
+        "is missing: the refiner goes on from a picture, or from params.init_latents of the base model");
   }
   if (parts_.encoders.size() < 2 && params.prompt_2) {
     return FieldError("params.prompt_2",

@@ -133,8 +133,9 @@ ClipTextModel::Output ClipTextModel::operator()(const WeightView& w, const std::
 
 int64_t ClipTextModel::WorkingBytes() const {
   constexpr int64_t kSlackBytes = 8 << 20;
-  return kSlackBytes + (config_.positions * (8 * config_.dim + 2 * config_.hidden) + config_.dim * config_.hidden) *
-                           int64_t{sizeof(float)};
+  return kSlackBytes +
+         (config_.positions * (8 * config_.dim + 2 * config_.hidden) + config_.dim * config_.hidden) *
+             int64_t{sizeof(float)};
 }
 
 }  // namespace latentd

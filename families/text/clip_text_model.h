@@ -26,8 +26,8 @@ struct ClipTextConfig {
   double eps = 1e-5;
   // The pooled row is the first one of this token; 2 is an old config's way to say "the largest id".
   int64_t eos = 49407;
-  // Columns that the pooled row is projected to, without a bias; 0: it is not. Config files give a number even
-  // for models without a projection: it is Load's caller who knows which one this is.
+  // Columns that the pooled row is projected to, without a bias; 0: it is not. Config files give a number
+  // even for models without a projection: it is Load's caller who knows which one this is.
   int64_t projection = 0;
 
   // Of a config.json. Errors: those of JsonConfig.

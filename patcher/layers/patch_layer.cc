@@ -24,9 +24,9 @@ int64_t PatchLayer::rank() const {
 }
 
 bool PatchLayer::depends_on_base() const {
-  return std::holds_alternative<Replacement>(math) || std::holds_alternative<Dora>(math) || std::holds_alternative<Ia3>(math) ||
-         std::holds_alternative<Glora>(math) || std::holds_alternative<Oft>(math) ||
-         std::holds_alternative<Boft>(math);
+  return std::holds_alternative<Replacement>(math) || std::holds_alternative<Dora>(math) ||
+         std::holds_alternative<Ia3>(math) || std::holds_alternative<Glora>(math) ||
+         std::holds_alternative<Oft>(math) || std::holds_alternative<Boft>(math);
 }
 
 Extent PatchLayer::extent() const {

@@ -21,8 +21,8 @@
 namespace latentd {
 
 // std::monostate: the layer changes a bias alone.
-using LayerMath =
-    std::variant<std::monostate, LowRank, Hadamard, Kronecker, Difference, Replacement, Dora, Ia3, Glora, Oft, Boft>;
+using LayerMath = std::variant<std::monostate, LowRank, Hadamard, Kronecker, Difference, Replacement, Dora,
+                               Ia3, Glora, Oft, Boft>;
 
 struct PatchLayer {
   std::string name;  // module path as in the file, suffix taken off

@@ -1,5 +1,5 @@
-// FLUX.1 drawing after a control image, against diffusers' control pipeline: a control model in both layouts, and a
-// text-to-image model whose input layer a control LoRA grows.
+// FLUX.1 drawing after a control image, against diffusers' control pipeline: a control model in both layouts,
+// and a text-to-image model whose input layer a control LoRA grows.
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
@@ -41,10 +41,12 @@ void Check(const std::string& name, const Golden& golden, const RunResult& resul
 
 TEST(FluxControlGolden, AControlModelAgrees) {
   const Golden golden("run-control");
-  for (const ModelFiles& files : {FilesOf("tiny-control"), FilesOf("tiny-dev", "native/control.safetensors")}) {
+  for (const ModelFiles& files :
+       {FilesOf("tiny-control"), FilesOf("tiny-dev", "native/control.safetensors")}) {
     const auto pipeline = OpenModel(files);
     EXPECT_EQ(pipeline->variant(), "dev-control");
-    Check(files.file.empty() ? "control model" : "control model native", golden, Generate(*pipeline, Params(golden)));
+    Check(files.file.empty() ? "control model" : "control model native", golden,
+          Generate(*pipeline, Params(golden)));
   }
 }
 
@@ -74,7 +76,8 @@ TEST(FluxControlGolden, AControlLoraAgrees) {
       ASSERT_TRUE(overlay.ok()) << overlay.status();
       overlays[component.name] = *overlay;
     }
-    Check(absl::StrCat("control LoRA, mode ", static_cast<int>(mode)), golden, Generate(*pipeline, params, overlays));
+    Check(absl::StrCat("control LoRA, mode ", static_cast<int>(mode)), golden,
+          Generate(*pipeline, params, overlays));
   }
 }
 

@@ -102,7 +102,8 @@ INSTANTIATE_TEST_SUITE_P(
         Source{"schnell", "tiny-schnell", "", "transformer-schnell"},
         Source{"schnell native", "tiny-schnell", "native/schnell.safetensors", "transformer-schnell"},
         Source{"dev in fp8", "tiny-dev", "native/fp8.safetensors", "transformer-fp8"},
-        Source{"dev in fp8 with scales", "tiny-dev", "native/fp8-scaled.safetensors", "transformer-fp8-scaled"},
+        Source{"dev in fp8 with scales", "tiny-dev", "native/fp8-scaled.safetensors",
+               "transformer-fp8-scaled"},
         // Guidance is seen in the file, not taken from the folder that lends the rest.
         Source{"dev on schnell", "tiny-schnell", "native/dev.safetensors", "transformer-dev"}),
     [](const auto& info) { return "Case" + std::to_string(info.index); });

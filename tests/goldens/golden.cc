@@ -105,8 +105,9 @@ Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double wei
     specs.back().name = path;
     specs.back().patch = patch;
     specs.back().weight = weight;
-    overlays[component.name] =
-        OrDie(LayerPatcher::Apply(*Load(component), *component.patch_target, std::move(specs), {.mode = mode}), path);
+    overlays[component.name] = OrDie(
+        LayerPatcher::Apply(*Load(component), *component.patch_target, std::move(specs), {.mode = mode}),
+        path);
   }
   return overlays;
 }
@@ -129,7 +130,8 @@ RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overla
   }
   at::Tensor pictures;
   if (params.has_pictures()) {
-    pictures = OrDie(pipeline.EncodeImage(view(pipeline.image_encoder_component()), params, {}), "EncodeImage");
+    pictures =
+        OrDie(pipeline.EncodeImage(view(pipeline.image_encoder_component()), params, {}), "EncodeImage");
   }
   auto denoiser = OrDie(pipeline.Begin(params, result.conditioning, pictures), "Begin");
   const WeightView denoiser_view = view(pipeline.denoiser_component());

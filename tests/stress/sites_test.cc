@@ -1,6 +1,6 @@
-// Every place that applies patches: one row for each component of each family that takes them. What holds of one
-// site holds of all, because all go through PhaseResources and LayerPatcher::Apply; a family joins by adding its
-// rows, and a component without a row is a failure.
+// Every place that applies patches: one row for each component of each family that takes them. What holds of
+// one site holds of all, because all go through PhaseResources and LayerPatcher::Apply; a family joins by
+// adding its rows, and a component without a row is a failure.
 //
 // The patches here are files of one low-rank layer each, made for the first matrix of the component.
 #include <unistd.h>
@@ -60,7 +60,8 @@ void WriteFile(const fs::path& path, const std::map<std::string, at::Tensor>& te
     const size_t begin = data.size();
     data.append(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
     absl::StrAppend(&header, header.size() > 1 ? "," : "", "\"", name, R"(":{"dtype":"F32","shape":[)",
-                    tensor.size(0), ",", tensor.size(1), R"(],"data_offsets":[)", begin, ",", data.size(), "]}");
+                    tensor.size(0), ",", tensor.size(1), R"(],"data_offsets":[)", begin, ",", data.size(),
+                    "]}");
   }
   header += "}";
   const uint64_t length = header.size();
@@ -101,7 +102,8 @@ class SiteTest : public testing::TestWithParam<Site> {
   Slot Matrix() const {
     const auto& tensors = component().layout->tensors();
     for (size_t i = 0; i < tensors.size(); ++i) {
-      const bool table = absl::StrContains(tensors[i].name, "embedding.") || absl::StrContains(tensors[i].name, "shared");
+      const bool table =
+          absl::StrContains(tensors[i].name, "embedding.") || absl::StrContains(tensors[i].name, "shared");
       if (tensors[i].shape.size() == 2 && !table) return Slot{static_cast<int32_t>(i)};
     }
     ADD_FAILURE() << "no matrix";
@@ -123,8 +125,10 @@ class SiteTest : public testing::TestWithParam<Site> {
     for (LoraChoice& choice : choices) {
       HeldLora lora;
       static_cast<LoraUse&>(lora) = choice;
-      lora.handle = *server_->core().cache->Lock(choice.request.key, choice.request.loader, {.owner = "session"});
-      lora.report = *LayerPatcher::Match(lora.handle.As<ModelPatch>(), lora.name, lora.weight, model_->patch_targets);
+      lora.handle =
+          *server_->core().cache->Lock(choice.request.key, choice.request.loader, {.owner = "session"});
+      lora.report =
+          *LayerPatcher::Match(lora.handle.As<ModelPatch>(), lora.name, lora.weight, model_->patch_targets);
       held.push_back(std::move(lora));
     }
     return held;
@@ -178,8 +182,8 @@ class SiteTest : public testing::TestWithParam<Site> {
   GenerateParams params_;
 };
 
-// The patch stays where it is for as long as the region lasts, even when nobody else holds it and all that can
-// be evicted is.
+// The patch stays where it is for as long as the region lasts, even when nobody else holds it and all that
+// can be evicted is.
 TEST_P(SiteTest, PinsAreHeldThroughTheRegionAndNoLonger) {
   for (const PatchMode mode : {PatchMode::kAuto, PatchMode::kDirect, PatchMode::kSidecar}) {
     std::vector<HeldLora> held = Hold({Lora("here"), Lora("also", 0.5)});
