@@ -3,12 +3,14 @@
 #include <algorithm>
 
 #include "ATen/ATen.h"
+#include "ATen/Parallel.h"
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "c10/core/GradMode.h"
 #include "cache/error.h"
+#include "patcher/merge_kernel.h"
 
 namespace latentd {
 namespace {
@@ -45,6 +47,29 @@ bool OnlyLowRank(const Weight& weight, const std::vector<Contribution>& shares) 
          });
 }
 
+// By the kernel of our own, where there is one: false otherwise.
+bool MergeInOnePass(const at::Tensor& weight, const at::Tensor& up, const at::Tensor& down, const at::Tensor& out) {
+  const at::Tensor base = weight.contiguous(), u = up.contiguous(), d = down.contiguous();
+  const int64_t rank = u.size(1), columns = d.size(1), grain = std::max<int64_t>(1, kMergedAtATime / columns);
+  const auto* ups = u.const_data_ptr<float>();
+  const auto* downs = d.const_data_ptr<float>();
+  auto rows = [&](auto* from, auto* to, auto kernel) {
+    at::parallel_for(0, u.size(0), grain, [&](int64_t begin, int64_t end) {
+      kernel(from + begin * columns, ups + begin * rank, downs, to + begin * columns, end - begin, columns, rank);
+    });
+    return true;
+  };
+  switch (weight.scalar_type()) {
+    case at::kFloat:
+      return rows(base.const_data_ptr<float>(), out.mutable_data_ptr<float>(), MergeFloatRows);
+    case at::kBFloat16:
+      return rows(static_cast<const uint16_t*>(base.const_data_ptr()), static_cast<uint16_t*>(out.mutable_data_ptr()),
+                  MergeBFloat16Rows);
+    default:
+      return false;
+  }
+}
+
 // weight + Σ up · down, a few rows at a time, so that memory is read once and written once.
 at::Tensor MergeLowRank(const at::Tensor& weight, const std::vector<Contribution>& shares) {
   std::vector<at::Tensor> ups, downs;
@@ -55,6 +80,7 @@ at::Tensor MergeLowRank(const at::Tensor& weight, const std::vector<Contribution
   const at::Tensor up = ups.size() == 1 ? ups[0] : at::cat(ups, 1);
   const at::Tensor down = downs.size() == 1 ? downs[0] : at::cat(downs, 0);
   at::Tensor result = at::empty(weight.sizes(), weight.options());
+  if (MergeInOnePass(weight, up, down, result)) return result;
   const at::Tensor from = weight.reshape({weight.size(0), -1}), to = result.view({weight.size(0), -1});
   const int64_t rows = std::min(from.size(0), std::max<int64_t>(1, kMergedAtATime / from.size(1)));
   const at::Tensor scratch = at::empty({rows, from.size(1)}, at::kFloat);

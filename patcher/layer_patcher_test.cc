@@ -161,6 +161,40 @@ TEST_F(LayerPatcherTest, AnInputGrowsByWhatThePatchBrings) {
   EXPECT_EQ(report->grown, (std::map<std::string, int64_t>{{"transformer.blocks.0.weight", 2 * kIn}}));
 }
 
+// Sizes that no block of the kernel divides, ranks that add up, and both types that it knows, against products of whole
+// matrices; in fp16 by another way.
+TEST_F(LayerPatcherTest, MergedInOnePassIsTheSumRoundedOnce) {
+  for (const auto& [rows, columns] : {std::pair{1, 1}, {3, 255}, {4, 256}, {7, 519}, {64, 1030}}) {
+    for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      auto one = std::make_shared<ComponentLayout>();
+      const Slot slot = one->Add("a.weight", {rows, columns});
+      const at::Tensor weight = at::randn({rows, columns}).to(type);
+      const WeightSet set(one, {{weight}});
+      const PatchTarget where = {
+          .component = "transformer", .layout = one, .key_maps = {}, .dotted_prefixes = {""}, .flat_prefixes = {}};
+      at::Tensor expected = weight.to(at::kDouble);
+      std::vector<PatchSpec> specs;
+      for (const int64_t rank : {1, 5}) {
+        const Tensors file = {{"a.lora_A.weight", at::randn({rank, columns})},
+                              {"a.lora_B.weight", at::randn({rows, rank})}};
+        expected += 0.5 * file.at("a.lora_B.weight").to(at::kDouble).mm(file.at("a.lora_A.weight").to(at::kDouble));
+        specs.push_back(Spec(file, 0.5, {}, rank == 1 ? "a" : "b"));
+      }
+      const auto overlay = LayerPatcher::Apply(set, where, std::move(specs), {.mode = PatchMode::kDirect});
+      ASSERT_TRUE(overlay.ok()) << overlay.status();
+      const at::Tensor got = (*overlay)->merged(slot)->to(at::kDouble);
+      EXPECT_EQ((*overlay)->merged(slot)->scalar_type(), type);
+      const at::Tensor rounded = expected.to(at::kFloat).to(type).to(at::kDouble);
+      if (type == at::kFloat) {
+        EXPECT_TRUE(at::allclose(got, expected, 1e-5, 1e-5));
+      } else {  // the fp32 sum may lie on the other side of a tie
+        EXPECT_LE(got.ne(rounded).sum().item<int64_t>(), 1 + got.numel() / 500);
+        EXPECT_TRUE(at::allclose(got, rounded, 1e-2, 1e-2));
+      }
+    }
+  }
+}
+
 // 8-bit floats would round a difference away: what can be computed beside them is, whatever was asked for.
 TEST_F(LayerPatcherTest, EightBitFloatsAreNotMergedInto) {
   const double scale = 0.25;

@@ -239,16 +239,17 @@ class Benchmarks:
         loras = [self.work / f"{folder.name}-set-{i}.safetensors" for i in range(2)]
         for i, lora in enumerate(loras):
             models.write_lora(lora, folder, rank=16, seed=30 + i)
+        self.bench("threads", 1)
         self.bench("open", "sets", folder, inputs)
         reference = Diffusers(folder, inputs)
         times = {way: [] for way in ("sidecar", "merge", "hit", "copy", "peft", "fuse")}
         for _ in range(rounds):
-            times["sidecar"] += self.bench("lora", "sets", "sidecar", 8, *loras)["wall"][2:]
+            times["sidecar"] += self.bench("lora", "sets", "sidecar", 8, *loras)["cpu"][2:]
             self.bench("no-lora", "sets")
-            times["merge"] += self.bench("lora", "sets", "direct", 2, *loras)["wall"]
+            times["merge"] += self.bench("lora", "sets", "direct", 2, *loras)["cpu"]
             self.bench("no-lora", "sets")
-            times["copy"] += self.bench("copy-weights", "sets", 2)["wall"]
-            times["hit"] += self.bench("lora", "sets", "merged", 8, *loras)["wall"][2:]
+            times["copy"] += self.bench("copy-weights", "sets", 2)["cpu"]
+            times["hit"] += self.bench("lora", "sets", "merged", 8, *loras)["cpu"][2:]
             self.bench("no-lora", "sets")
             times["peft"] += [reference.replace(str(lora), low_memory=True) for lora in loras]
             times["fuse"].append(reference.fuse())
