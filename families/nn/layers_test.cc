@@ -6,6 +6,7 @@
 #include <numbers>
 
 #include "ATen/ATen.h"
+#include "ATen/Parallel.h"
 #include "families/nn/host_conv.h"
 #include "families/nn/rope.h"
 #include "gmock/gmock.h"

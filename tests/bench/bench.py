@@ -388,6 +388,7 @@ def main() -> int:
         if "sd" in wanted:
             sd.run("SD 1.5", SD15, torch.float32, {"512²": 0.9}, rounds=3, together=True)
             sd.vae({"512²": 0.85}, rounds=3)
+            sd.sd_cpp()
             shutil.rmtree(work / "sd-1.5")
         if "sdxl" in wanted:
             sd.run("SDXL", SDXL, torch.bfloat16, {}, rounds=2, together=False)

@@ -6,7 +6,10 @@ a pass takes the same time with any. Both sides are processes of their own that 
 
 from __future__ import annotations
 
-import statistics
+import importlib.util
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import diffusers
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from transformers import CLIPTextConfig, CLIPTextModel
 
 import models
 from latentd_side import Bench
@@ -43,6 +47,17 @@ def write_network(folder: Path, kind: type, config: dict, dtype: torch.dtype, se
     return sum(size.numel() for size in sizes.values())
 
 
+def write_clip(file: Path) -> None:
+    """SD 1.5's text encoder, under the names that its files have."""
+    with torch.device("meta"):
+        network = CLIPTextModel(CLIPTextConfig(vocab_size=49408, hidden_size=768, intermediate_size=3072,
+                                               num_hidden_layers=12, num_attention_heads=12))
+    sizes = {"text_model." + name.removeprefix("text_model."): tensor.shape
+             for name, tensor in network.state_dict().items() if tensor.is_floating_point()}
+    file.parent.mkdir(parents=True)
+    models.write_safetensors(file, sizes, torch.float32, models.random_values(4))
+
+
 def write_inputs(file: Path, side: int, config: dict, seed: int = 3) -> None:
     """Of a step, and of decoding, for pictures of `side` pixels."""
     generator = torch.Generator().manual_seed(seed)
@@ -63,16 +78,19 @@ class Side:
 
     def __init__(self, program: list, what: str, folder: Path):
         self.program, self.what, self.folder = program, what, folder
-        self.process, self.peak = None, 0
+        self.process, self.peak, self.warm = None, 0, set()
 
     def call(self, inputs: Path) -> dict[str, float]:
-        """Milliseconds of one call after one for warming up."""
+        """Milliseconds of one call; the first one with these inputs is for warming up."""
         if self.process is None:
+            self.warm.clear()
             self.process = Bench(*self.program)
             self.process("threads", THREADS)
             self.process(self.what, "it", self.folder)
         self.process("inputs", "it", inputs)
-        self.process("call", "it", 1)
+        if inputs not in self.warm:
+            self.process("call", "it", 1)
+            self.warm.add(inputs)
         times = self.process("call", "it", 1)
         self.peak = max(self.peak, self.process("peak")["bytes"])
         return {clock: ms[0] for clock, ms in times.items()}
@@ -90,6 +108,7 @@ class Side:
 class SdBenchmarks:
     def __init__(self, program: Path, work: Path, table: Table):
         self.program, self.work, self.table = program, work, table
+        self.ours = {}    # by what is measured and size, the wall's milliseconds; and peaks
 
     def compare(self, name: str, what: str, folder: Path, inputs: dict[str, Path], limits: dict[str, float],
                 rounds: int, together: bool) -> None:
@@ -117,6 +136,9 @@ class SdBenchmarks:
                 row = f"{name}, {size}, {THREADS} threads, against diffusers' default" if clock == "wall" else \
                     "the same in CPU time of all threads"
                 self.table.compare(row, ours, reference, limit)
+                if clock == "wall":
+                    self.ours[what, size] = ours
+        self.ours[what, "peak"] = sides["ours"].peak
         ours, reference = (sides[side].peak for side in ("ours", "reference"))
         self.table.add(Row(f"peak RSS of a process that did nothing else, {name}", f"{ours / MB:.0f} MiB",
                            f"{reference / MB:.0f} MiB", ours / reference, None, None))
@@ -142,6 +164,32 @@ class SdBenchmarks:
             inputs[f"{side}²"] = folder / f"{side}.safetensors"
             write_inputs(inputs[f"{side}²"], side, SD15)
         self.compare("SD's VAE, decoding", "open-vae", folder, inputs, limits, rounds, together=True)
+
+    def sd_cpp(self) -> None:
+        """stable-diffusion.cpp with the same networks, if some interpreter has its binding. Its pictures are of its own
+        prompt and noise, so times alone are compared."""
+        python = os.environ.get("LATENTD_SDCPP_PYTHON")
+        if python is None and importlib.util.find_spec("stable_diffusion_cpp") is not None:
+            python = sys.executable
+        name = "stable-diffusion.cpp, SD 1.5"
+        if python is None:
+            self.table.add(Row(f"{name} (tests/bench/README.md says how to have it measured)", "", "not installed",
+                               float("nan"), None, None))
+            return
+        progress(f"== {name}")
+        unet, vae = self.work / "sd-1.5/unet" / models.WEIGHTS.name, self.work / "sd-vae/vae" / models.WEIGHTS.name
+        clip = self.work / "sd-clip/model.safetensors"
+        write_clip(clip)
+        output = subprocess.run([python, Path(__file__).with_name("sd_cpp_reference.py"), unet, clip, vae, str(THREADS),
+                                 "256", "512"], capture_output=True, text=True, check=True).stdout
+        theirs = json.loads(output)
+        for what, key in (("step", "open-unet"), ("decode", "open-vae")):
+            for side, ms in theirs[what].items():
+                self.table.compare(f"{what}, {side}², {THREADS} threads, against {name}", self.ours[key, f"{side}²"],
+                                   [ms], 1.0)
+        ours = max(self.ours[key, "peak"] for key in ("open-unet", "open-vae"))
+        self.table.add(Row(f"peak RSS, UNet or VAE alone, against a whole picture of {name}", f"{ours / MB:.0f} MiB",
+                           f"{theirs['peak'] / MB:.0f} MiB", ours / theirs["peak"], None, None))
 
 
 def check_same(name: str, ours: np.ndarray, reference: np.ndarray) -> None:
