@@ -74,6 +74,14 @@ const at::Tensor& WeightView::ComputeWeight(Slot slot) const {
   return shaped_;
 }
 
+at::Tensor WeightView::Workspace(int64_t count) const {
+  if (!workspace_.defined() || workspace_.numel() < count) {
+    workspace_ = at::Tensor();  // not both at a time
+    workspace_ = at::empty({count}, at::TensorOptions(compute_).device(device_));
+  }
+  return workspace_;
+}
+
 at::Tensor WeightView::Linear(Slot weight, Slot bias, const at::Tensor& x) const {
   at::Tensor y =
       bias ? at::linear(x, ComputeWeight(weight), (*this)(bias)) : at::linear(x, ComputeWeight(weight));

@@ -4,11 +4,12 @@
 // copy, or the base with low-rank patches computed beside it, is the view's business. Nothing ever writes
 // to a base tensor.
 //
-// A view borrows: base, overlay and stream must outlive it. One thread at a time (it owns a scratch buffer).
+// A view borrows: base, overlay and stream must outlive it. One thread at a time (it owns scratch buffers).
 // Where blocks are streamed, a tensor is good until one of another block is asked for.
 #ifndef LATENTD_PATCHER_WEIGHT_VIEW_H_
 #define LATENTD_PATCHER_WEIGHT_VIEW_H_
 
+#include <cstdint>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -37,6 +38,14 @@ class WeightView {
   // REQUIRES: slot is not empty.
   at::Tensor operator()(Slot slot) const;
 
+  // The same, good until the next call of this or of Linear: a weight of another type is converted into memory that
+  // the view keeps.
+  const at::Tensor& ComputeWeight(Slot slot) const;
+
+  // Memory of at least `count` numbers of the compute type, on device(), for what one call of a kernel writes down
+  // on its way; good until the next call. Kept for the view's lifetime: fresh pages for each call cost time.
+  at::Tensor Workspace(int64_t count) const;
+
   // The tensor as stored, merged where the overlay says so; for what asks for its shape.
   const at::Tensor& Stored(Slot slot) const;
 
@@ -54,7 +63,6 @@ class WeightView {
   bool Usable(const at::Tensor& stored) const {
     return stored.scalar_type() == compute_ && IsComputeAligned(stored);
   }
-  const at::Tensor& ComputeWeight(Slot slot) const;
 
   const WeightSet& base_;
   const Overlay* overlay_;
@@ -64,6 +72,7 @@ class WeightView {
   std::vector<at::Tensor> vectors_;  // by slot: vectors in the compute type, else undefined
   mutable at::Tensor scratch_;       // a weight on its way from storage to compute type
   mutable at::Tensor shaped_;
+  mutable at::Tensor workspace_;
 };
 
 }  // namespace latentd

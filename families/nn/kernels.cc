@@ -1,34 +1,14 @@
 #include "families/nn/kernels.h"
 
-#include <bit>
 #include <cmath>
 
-// The loops are written once, as always-inlined functions, and compiled once for each instruction set
-// inside a wrapper that has the set as an attribute. This file is built with -O3 and leave to reorder sums
-// (see CMakeLists.txt), without which the compiler would not use vectors.
+#include "cache/kernel_targets.h"
 
-#define LATENTD_INLINE __attribute__((always_inline)) inline
+// This file is built with -O3 and leave to reorder sums (see CMakeLists.txt), without which the compiler would not
+// use vectors.
 
 namespace latentd {
 namespace {
-
-// e^x: x = n·ln 2 + r, a polynomial for e^r, n into the exponent. Coefficients: Cephes, expf. 1 ulp or so.
-LATENTD_INLINE float Exp(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
-  const float scaled = x * 1.44269504088896341f;
-  const auto n = static_cast<int32_t>(scaled + (scaled < 0 ? -0.5f : 0.5f));
-  const auto whole = static_cast<float>(n);
-  const float r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * std::bit_cast<float>((n + 127) << 23);
-}
 
 LATENTD_INLINE void Gelu(const float* x, float* y, int64_t n) {
   // 1 + tanh(u) = 2 / (1 + e^(−2u)).
@@ -36,7 +16,7 @@ LATENTD_INLINE void Gelu(const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const float v = x[i];
     const float u = kMinusTwoRoot * (v + 0.044715f * v * v * v);
-    y[i] = v / (1.0f + Exp(u));
+    y[i] = v / (1.0f + KernelExp(u));
   }
 }
 
@@ -56,70 +36,93 @@ LATENTD_INLINE void NormRope(const float* x, const float* weight, const float* r
   }
 }
 
-enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
+// x · Φ(x), with an erf that is right to 1.5e-7: Abramowitz and Stegun 1964, 7.1.26.
+LATENTD_INLINE float GeluErf(float x) {
+  const float z = 0.70710678118654752f * (x < 0 ? -x : x);
+  const float t = 1.0f / (1.0f + 0.3275911f * z);
+  const float p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+  const float tail = 0.5f * p * KernelExp(-z * z);  // of the normal distribution beyond |x|
+  return x * (x < 0 ? tail : 1.0f - tail);
+}
 
-#if defined(__x86_64__)
-#define LATENTD_AVX2 __attribute__((target("avx2,fma")))
-#ifdef __clang__
-#define LATENTD_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,avx2,fma")))
-#else
-#define LATENTD_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
-#endif
+LATENTD_INLINE void GatedGelu(const float* x, float* y, int64_t rows, int64_t dim) {
+  for (; rows > 0; --rows, x += 2 * dim, y += dim) {
+    for (int64_t i = 0; i < dim; ++i) y[i] = x[i] * GeluErf(x[dim + i]);
+  }
+}
 
-InstructionSet Best() {
-  static const InstructionSet best = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-      return InstructionSet::kAvx512;
+LATENTD_INLINE void ChannelSums(const float* x, int64_t places, int64_t channels, float* __restrict sums,
+                                float* __restrict squares) {
+  for (int64_t c = 0; c < channels; ++c) sums[c] = squares[c] = 0;
+  for (; places > 0; --places, x += channels) {
+    for (int64_t c = 0; c < channels; ++c) {
+      sums[c] += x[c];
+      squares[c] += x[c] * x[c];
     }
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? InstructionSet::kAvx2
-                                                                           : InstructionSet::kBaseline;
-  }();
-  return best;
+  }
 }
-#else
-#define LATENTD_AVX2
-#define LATENTD_AVX512
 
-InstructionSet Best() { return InstructionSet::kBaseline; }
-#endif
-
-LATENTD_AVX2 void GeluAvx2(const float* x, float* y, int64_t n) { Gelu(x, y, n); }
-LATENTD_AVX512 void GeluAvx512(const float* x, float* y, int64_t n) { Gelu(x, y, n); }
-
-LATENTD_AVX2 void NormRopeAvx2(const float* x, const float* weight, const float* rope, float* y,
-                               int64_t tokens, int64_t heads, int64_t dim, float eps) {
-  NormRope(x, weight, rope, y, tokens, heads, dim, eps);
+LATENTD_INLINE void ScaleShift(const float* x, const float* scale, const float* shift, float* y, int64_t places,
+                               int64_t channels, bool silu) {
+  for (; places > 0; --places, x += channels, y += channels) {
+    if (silu) {
+      for (int64_t c = 0; c < channels; ++c) {
+        const float v = x[c] * scale[c] + shift[c];
+        y[c] = v / (1.0f + KernelExp(-v));
+      }
+    } else {
+      for (int64_t c = 0; c < channels; ++c) y[c] = x[c] * scale[c] + shift[c];
+    }
+  }
 }
-LATENTD_AVX512 void NormRopeAvx512(const float* x, const float* weight, const float* rope, float* y,
-                                   int64_t tokens, int64_t heads, int64_t dim, float eps) {
-  NormRope(x, weight, rope, y, tokens, heads, dim, eps);
-}
+
+#define LATENTD_FOR_EACH_SET(name, parameters, arguments)             \
+  LATENTD_AVX2 void name##Avx2 parameters { name arguments; }         \
+  LATENTD_AVX512 void name##Avx512 parameters { name arguments; }     \
+  void name##Best parameters {                                        \
+    switch (BestInstructionSet()) {                                   \
+      case InstructionSet::kAvx512:                                   \
+        return name##Avx512 arguments;                                \
+      case InstructionSet::kAvx2:                                     \
+        return name##Avx2 arguments;                                  \
+      case InstructionSet::kBaseline:                                 \
+        return name arguments;                                        \
+    }                                                                 \
+  }
+
+LATENTD_FOR_EACH_SET(Gelu, (const float* x, float* y, int64_t n), (x, y, n))
+LATENTD_FOR_EACH_SET(NormRope,
+                     (const float* x, const float* weight, const float* rope, float* y, int64_t tokens,
+                      int64_t heads, int64_t dim, float eps),
+                     (x, weight, rope, y, tokens, heads, dim, eps))
+LATENTD_FOR_EACH_SET(GatedGelu, (const float* x, float* y, int64_t rows, int64_t dim), (x, y, rows, dim))
+LATENTD_FOR_EACH_SET(ChannelSums,
+                     (const float* x, int64_t places, int64_t channels, float* sums, float* squares),
+                     (x, places, channels, sums, squares))
+LATENTD_FOR_EACH_SET(ScaleShift,
+                     (const float* x, const float* scale, const float* shift, float* y, int64_t places,
+                      int64_t channels, bool silu),
+                     (x, scale, shift, y, places, channels, silu))
+#undef LATENTD_FOR_EACH_SET
 
 }  // namespace
 
-void GeluTanhKernel(const float* x, float* y, int64_t n) {
-  switch (Best()) {
-    case InstructionSet::kAvx512:
-      return GeluAvx512(x, y, n);
-    case InstructionSet::kAvx2:
-      return GeluAvx2(x, y, n);
-    case InstructionSet::kBaseline:
-      return Gelu(x, y, n);
-  }
-}
+void GeluTanhKernel(const float* x, float* y, int64_t n) { GeluBest(x, y, n); }
 
 void NormRopeKernel(const float* x, const float* weight, const float* rope, float* y, int64_t tokens,
                     int64_t heads, int64_t dim, float eps) {
-  switch (Best()) {
-    case InstructionSet::kAvx512:
-      return NormRopeAvx512(x, weight, rope, y, tokens, heads, dim, eps);
-    case InstructionSet::kAvx2:
-      return NormRopeAvx2(x, weight, rope, y, tokens, heads, dim, eps);
-    case InstructionSet::kBaseline:
-      return NormRope(x, weight, rope, y, tokens, heads, dim, eps);
-  }
+  NormRopeBest(x, weight, rope, y, tokens, heads, dim, eps);
+}
+
+void GatedGeluKernel(const float* x, float* y, int64_t rows, int64_t dim) { GatedGeluBest(x, y, rows, dim); }
+
+void ChannelSumsKernel(const float* x, int64_t places, int64_t channels, float* sums, float* squares) {
+  ChannelSumsBest(x, places, channels, sums, squares);
+}
+
+void ScaleShiftKernel(const float* x, const float* scale, const float* shift, float* y, int64_t places,
+                      int64_t channels, bool silu) {
+  ScaleShiftBest(x, scale, shift, y, places, channels, silu);
 }
 
 }  // namespace latentd

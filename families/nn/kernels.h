@@ -22,6 +22,18 @@ void GeluTanhKernel(const float* x, float* y, int64_t n);
 void NormRopeKernel(const float* x, const float* weight, const float* rope, float* y, int64_t tokens,
                     int64_t heads, int64_t dim, float eps);
 
+// y = a · b/2·(1 + erf(b/√2)) for rows [a | b] of x [rows, 2·dim], to 3e-7 of |a·b|. y: [rows, dim]; not x.
+// Shazeer 2020, "GLU Variants Improve Transformer".
+void GatedGeluKernel(const float* x, float* y, int64_t rows, int64_t dim);
+
+// Per channel, the sum over places and that of squares: x [places, channels] → [channels] each. In fp32: take no
+// more than some hundreds of places at a time.
+void ChannelSumsKernel(const float* x, int64_t places, int64_t channels, float* sums, float* squares);
+
+// y = x · scale + shift per channel, and SiLU of that with `silu`. x and y: [places, channels]; may be one array.
+void ScaleShiftKernel(const float* x, const float* scale, const float* shift, float* y, int64_t places,
+                      int64_t channels, bool silu);
+
 }  // namespace latentd
 
 #endif  // LATENTD_FAMILIES_NN_KERNELS_H_

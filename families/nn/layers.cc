@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "ATen/ATen.h"
 #include "ATen/Parallel.h"
+#include "families/nn/host_conv.h"
 #include "families/nn/kernels.h"
 
 namespace latentd {
@@ -28,7 +30,21 @@ Conv2d Conv2d::Describe(ComponentLayout& layout, const std::string& name, int64_
 }
 
 at::Tensor Conv2d::operator()(const WeightView& w, const at::Tensor& x) const {
-  return at::conv2d(x, w(weight), w(bias), {stride, stride}, {padding, padding});
+  const at::Tensor& kernel = w.ComputeWeight(weight);
+  const int64_t in = kernel.size(1), out = kernel.size(0), side = kernel.size(2);
+  const bool own = x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous(at::MemoryFormat::ChannelsLast) &&
+                   kernel.scalar_type() == at::kFloat && kernel.is_contiguous() && x.numel() > 0;
+  if (own && side == 1 && stride == 1 && padding == 0) {
+    // A product of matrices, without the library's copies of both.
+    const at::Tensor places = x.permute({0, 2, 3, 1});
+    return at::linear(places, kernel.view({out, in}), w(bias)).permute({0, 3, 1, 2});
+  }
+  const HostConvShape shape{x.size(0), in, out, x.size(2), x.size(3), stride};
+  const HostConvWay way = own && side == 3 && padding == 1 ? ChooseHostConv(shape) : HostConvWay::kLibrary;
+  if (way == HostConvWay::kLibrary) return at::conv2d(x, kernel, w(bias), {stride, stride}, {padding, padding});
+  const at::Tensor workspace = w.Workspace(HostConvWorkspace(way, shape));
+  return way == HostConvWay::kWinograd ? WinogradConv3x3(x, kernel, w(bias), workspace)
+                                       : WindowsConv3x3(x, kernel, w(bias), stride, workspace);
 }
 
 LayerNorm LayerNorm::Describe(ComponentLayout& layout, const std::string& name, int64_t dim, double eps) {
@@ -66,8 +82,81 @@ GroupNorm GroupNorm::Describe(ComponentLayout& layout, const std::string& name, 
   return norm;
 }
 
+namespace {
+
+at::Tensor Normed(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t groups, double eps,
+                  bool silu) {
+  const bool own_kernel = x.is_cpu() && x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat &&
+                          x.numel() > 0 && x.is_contiguous(at::MemoryFormat::ChannelsLast);
+  return own_kernel ? GroupNormHost(x, weight, bias, groups, eps, silu)
+                    : GroupNormComposed(x, weight, bias, groups, eps, silu);
+}
+
+}  // namespace
+
 at::Tensor GroupNorm::operator()(const WeightView& w, const at::Tensor& x) const {
-  return at::group_norm(x, groups, w(weight), w(bias), eps);
+  return Normed(x, w(weight), w(bias), groups, eps, /*silu=*/false);
+}
+
+at::Tensor GroupNorm::WithSilu(const WeightView& w, const at::Tensor& x) const {
+  return Normed(x, w(weight), w(bias), groups, eps, /*silu=*/true);
+}
+
+at::Tensor GroupNormComposed(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t groups,
+                             double eps, bool silu) {
+  at::Tensor y = at::group_norm(x, groups, weight, bias, eps);
+  return silu ? at::silu_(y) : y;
+}
+
+at::Tensor GroupNormHost(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t groups,
+                         double eps, bool silu) {
+  // Sums in fp32 over few places, and those in fp64 in a fixed order: equal for any number of threads.
+  constexpr int64_t kPlaces = 256;
+  const int64_t batch = x.size(0), channels = x.size(1), places = x.size(2) * x.size(3);
+  const int64_t parts = (places + kPlaces - 1) / kPlaces, of_group = channels / groups;
+  const at::Tensor sums = at::empty({batch * parts, 2, channels}, x.options());
+  const at::Tensor scales = at::empty({batch, 2, channels}, x.options());
+  at::Tensor y = at::empty_like(x);
+  const float *from = x.const_data_ptr<float>(), *scaled = weight.const_data_ptr<float>(),
+              *shifted = bias.const_data_ptr<float>();
+  float *sum = sums.mutable_data_ptr<float>(), *scale = scales.mutable_data_ptr<float>(),
+        *to = y.mutable_data_ptr<float>();
+  const auto rows_of = [&](int64_t part) { return std::min(kPlaces, places - part % parts * kPlaces); };
+  const auto start_of = [&](int64_t part) { return (part / parts * places + part % parts * kPlaces) * channels; };
+  const int64_t grain = std::max<int64_t>(1, kKernelGrain / (kPlaces * channels));
+  at::parallel_for(0, batch * parts, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      float* of_part = sum + part * 2 * channels;
+      ChannelSumsKernel(from + start_of(part), rows_of(part), channels, of_part, of_part + channels);
+    }
+  });
+  for (int64_t map = 0; map < batch; ++map) {
+    float* of_map = scale + map * 2 * channels;
+    for (int64_t group = 0; group < groups; ++group) {
+      double total = 0, squares = 0;
+      for (int64_t part = map * parts; part < (map + 1) * parts; ++part) {
+        const float* of_part = sum + part * 2 * channels + group * of_group;
+        for (int64_t c = 0; c < of_group; ++c) {
+          total += of_part[c];
+          squares += of_part[channels + c];
+        }
+      }
+      const double count = static_cast<double>(places * of_group), mean = total / count;
+      const double rstd = 1 / std::sqrt(std::max(0.0, squares / count - mean * mean) + eps);
+      for (int64_t c = group * of_group; c < (group + 1) * of_group; ++c) {
+        of_map[c] = static_cast<float>(scaled[c] * rstd);
+        of_map[channels + c] = static_cast<float>(shifted[c] - mean * rstd * scaled[c]);
+      }
+    }
+  }
+  at::parallel_for(0, batch * parts, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      const float* of_map = scale + part / parts * 2 * channels;
+      ScaleShiftKernel(from + start_of(part), of_map, of_map + channels, to + start_of(part), rows_of(part), channels,
+                       silu);
+    }
+  });
+  return y;
 }
 
 Embedding Embedding::Describe(ComponentLayout& layout, const std::string& name, int64_t count, int64_t dim) {
@@ -114,6 +203,26 @@ void GeluTanhTo(at::Tensor out, const at::Tensor& x) {
 }
 
 void GeluTanhComposed(at::Tensor out, const at::Tensor& x) { at::gelu_out(out, x, "tanh"); }
+
+at::Tensor GatedGelu(const at::Tensor& x) {
+  const bool own_kernel = x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous() && x.numel() > 0;
+  if (!own_kernel) return GatedGeluComposed(x);
+  std::vector<int64_t> shape = x.sizes().vec();
+  const int64_t width = shape.back(), dim = width / 2;
+  shape.back() = dim;
+  at::Tensor y = at::empty(shape, x.options());
+  const float* from = x.const_data_ptr<float>();
+  float* to = y.mutable_data_ptr<float>();
+  at::parallel_for(0, x.numel() / width, std::max<int64_t>(1, kKernelGrain / width), [&](int64_t begin, int64_t end) {
+    GatedGeluKernel(from + begin * width, to + begin * dim, end - begin, dim);
+  });
+  return y;
+}
+
+at::Tensor GatedGeluComposed(const at::Tensor& x) {
+  const std::vector<at::Tensor> halves = x.chunk(2, -1);
+  return at::gelu(halves[1]).mul_(halves[0]);
+}
 
 at::Tensor FeedForward::operator()(const WeightView& w, const at::Tensor& x) const {
   return out(w, ActivateInPlace(activation, in(w, x)));

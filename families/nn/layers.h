@@ -29,7 +29,7 @@ struct Linear {
   at::Tensor operator()(const WeightView& w, const at::Tensor& x) const { return w.Linear(weight, bias, x); }
 };
 
-// x [batch, in, h, w] → [batch, out, h', w'].
+// x [batch, in, h, w] → [batch, out, h', w']. In host memory fastest with channels last; so is its result then.
 struct Conv2d {
   Slot weight, bias;
   int64_t stride = 1, padding = 0;
@@ -56,7 +56,8 @@ struct RmsNorm {
   at::Tensor operator()(const WeightView& w, const at::Tensor& x) const;
 };
 
-// Over channel groups of x [batch, channels, h, w].
+// Over channel groups of x [batch, channels, h, w]. A kernel of our own in host memory, with channels last;
+// GroupNormComposed, of ATen's operators, elsewhere.
 struct GroupNorm {
   Slot weight, bias;
   int64_t groups = 32;
@@ -64,7 +65,13 @@ struct GroupNorm {
   static GroupNorm Describe(ComponentLayout& layout, const std::string& name, int64_t channels,
                             int64_t groups, double eps);
   at::Tensor operator()(const WeightView& w, const at::Tensor& x) const;
+  // SiLU of it, in the same passes.
+  at::Tensor WithSilu(const WeightView& w, const at::Tensor& x) const;
 };
+at::Tensor GroupNormHost(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t groups,
+                         double eps, bool silu);
+at::Tensor GroupNormComposed(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t groups,
+                             double eps, bool silu);
 
 // Rows of a table: ids int64 [...] → [..., dim]. Takes the rows first and converts what it took. `ids` may be
 // in host memory, where they are made.
@@ -83,6 +90,10 @@ at::Tensor ActivateInPlace(Activation kind, at::Tensor x);
 // memory; GeluTanhComposed, which is ATen's, elsewhere.
 void GeluTanhTo(at::Tensor out, const at::Tensor& x);
 void GeluTanhComposed(at::Tensor out, const at::Tensor& x);
+
+// a · gelu(b) for x = [a | b] on the last dimension, with erf. A kernel of our own in host memory.
+at::Tensor GatedGelu(const at::Tensor& x);
+at::Tensor GatedGeluComposed(const at::Tensor& x);
 
 // out(act(in(x))).
 struct FeedForward {

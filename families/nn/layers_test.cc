@@ -6,6 +6,8 @@
 #include <numbers>
 
 #include "ATen/ATen.h"
+#include "ATen/Parallel.h"
+#include "families/nn/host_conv.h"
 #include "families/nn/rope.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -84,6 +86,76 @@ TEST(LayersTest, NormAndTurnIsTheFormulaBothWays) {
     for (const at::Tensor& r : {room, room_composed})
       EXPECT_TRUE(r.narrow(1, 0, kText).eq(0).all().item<bool>());
   }
+}
+
+TEST(LayersTest, GroupNormIsTheFormulaBothWays) {
+  at::manual_seed(4);
+  // More places than are summed up at a time, and a mean that is large beside the deviation.
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{2, 64, 31, 33}, {1, 128, 1, 1}, {3, 96, 2, 5}}) {
+    const at::Tensor x =
+        (at::randn(shape) * 2 + 5).contiguous(at::MemoryFormat::ChannelsLast);
+    const at::Tensor weight = at::randn({shape[1]}), bias = at::randn({shape[1]});
+    for (const bool silu : {false, true}) {
+      at::Tensor expected = at::group_norm(x.to(at::kDouble), 32, weight.to(at::kDouble), bias.to(at::kDouble), 1e-5);
+      if (silu) expected = at::silu(expected);
+      const at::Tensor own = GroupNormHost(x, weight, bias, 32, 1e-5, silu);
+      const at::Tensor composed = GroupNormComposed(x, weight, bias, 32, 1e-5, silu);
+      EXPECT_LE(RelativeError(own, expected), 3e-6) << shape[1];
+      EXPECT_LE(RelativeError(composed, expected), 3e-6) << shape[1];
+      EXPECT_TRUE(own.is_contiguous(at::MemoryFormat::ChannelsLast));
+    }
+  }
+}
+
+TEST(LayersTest, GatedGeluIsTheFormulaBothWays) {
+  at::manual_seed(5);
+  const at::Tensor b = at::linspace(-12, 12, 7 * 333, at::kFloat).view({1, 7, 333});
+  const at::Tensor a = at::randn_like(b), x = at::cat({a, b}, -1);
+  const at::Tensor expected = a.to(at::kDouble) * at::gelu(b.to(at::kDouble));
+  EXPECT_LE(ErrorPerInput(GatedGelu(x), expected, a * b), 1e-6);
+  EXPECT_LE(ErrorPerInput(GatedGeluComposed(x), expected, a * b), 1e-6);
+}
+
+// Every way of a convolution against ATen's in double precision.
+TEST(LayersTest, ConvolutionsAreTheFormulaAllWays) {
+  at::manual_seed(6);
+  struct Case {
+    int64_t batch, in, out, height, width;
+  };
+  // Tiles that stick out on either side, several parts of tiles, and several of channels.
+  for (const Case& c : {Case{2, 16, 32, 13, 18}, {1, 32, 16, 1, 1}, {1, 48, 48, 4, 5}, {1, 320, 320, 61, 64},
+                        {1, 512, 944, 9, 7}}) {
+    const at::Tensor x = at::randn({c.batch, c.in, c.height, c.width});
+    const at::Tensor weight = at::randn({c.out, c.in, 3, 3}) / std::sqrt(9.0 * static_cast<double>(c.in));
+    const at::Tensor bias = at::randn({c.out});
+    auto workspace = [&](HostConvWay way, int64_t stride) {
+      return at::full({HostConvWorkspace(way, {c.batch, c.in, c.out, c.height, c.width, stride})}, NAN);
+    };
+    auto expected = [&](int64_t stride) {
+      return at::conv2d(x.to(at::kDouble), weight.to(at::kDouble), bias.to(at::kDouble), {stride, stride}, {1, 1});
+    };
+    const at::Tensor winograd = WinogradConv3x3(x, weight, bias, workspace(HostConvWay::kWinograd, 1));
+    EXPECT_LE(RelativeError(winograd, expected(1)), 3e-5) << c.in;
+    EXPECT_TRUE(winograd.is_contiguous(at::MemoryFormat::ChannelsLast));
+    for (const int64_t stride : {1, 2}) {
+      const at::Tensor windows = WindowsConv3x3(x, weight, bias, stride, workspace(HostConvWay::kWindows, stride));
+      EXPECT_LE(RelativeError(windows, expected(stride)), 5e-6) << c.in;
+    }
+  }
+}
+
+TEST(LayersTest, ConvolutionsDoNotDependOnTheNumberOfThreads) {
+  at::manual_seed(7);
+  const at::Tensor x = at::randn({2, 64, 32, 32}), weight = at::randn({64, 64, 3, 3}), bias = at::randn({64});
+  const at::Tensor workspace = at::empty({HostConvWorkspace(HostConvWay::kWinograd, {2, 64, 64, 32, 32})});
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  const at::Tensor one = WinogradConv3x3(x, weight, bias, workspace);
+  const at::Tensor normed = GroupNormHost(one, bias, bias, 32, 1e-5, true);
+  at::set_num_threads(2);
+  EXPECT_TRUE(at::equal(WinogradConv3x3(x, weight, bias, workspace), one));
+  EXPECT_TRUE(at::equal(GroupNormHost(one, bias, bias, 32, 1e-5, true), normed));
+  at::set_num_threads(threads);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
+#include "families/nn/host_conv.h"
 
 namespace latentd {
 
@@ -176,19 +177,20 @@ at::Tensor UNet2DCondition::operator()(const WeightView& w, const at::Tensor& x,
     h = (*level.resample)(w, at::upsample_nearest2d(h, {skips.back().size(2), skips.back().size(3)}));
     call.See(level.name, "upsamplers", 0, h);
   }
-  return conv_out_(w, ActivateInPlace(Activation::kSilu, norm_out_(w, h))).contiguous();
+  return conv_out_(w, norm_out_.WithSilu(w, h)).contiguous();
 }
 
 // ------------------------------------------------------------------------------------------------- memory
 
 int64_t UNet2DCondition::WorkingBytes(int64_t tokens, int64_t height, int64_t width) const {
-  // A convolution at its widest holds its input, its output and copies of both in the order that its kernel
-  // wants, and the resnet its own input beside that; a transformer holds x, a norm, and either queries, keys,
+  // A convolution at its widest holds its input, its output, copies of both where the library's kernel wants them in
+  // an order of its own, and the resnet its own input beside that; a transformer holds x, a norm, and either queries, keys,
   // values and what was attended, or the feed-forward's hidden layer (8·dim) and half of it twice. A heap has
   // gaps. What the way down leaves behind is there all the time.
   constexpr double kHeapGaps = 1.5;
   constexpr int64_t kBatch = 2, kSlackBytes = 16 << 20;
   double widest = 0, left = 0;
+  int64_t workspace = 0;  // of our own kernels, kept from one convolution to the next
   for (size_t i = 0; i < config_.levels.size(); ++i) {
     const UNetConfig::Level& level = config_.levels[i];
     const double places = static_cast<double>(((height >> i) + 1) * ((width >> i) + 1));
@@ -197,6 +199,10 @@ int64_t UNet2DCondition::WorkingBytes(int64_t tokens, int64_t height, int64_t wi
     const int64_t conv = std::max(3 * joined + 2 * level.channels, joined + 4 * level.channels);
     const int64_t transformer = level.attention || level.up_attention ? 19 * level.channels : 0;
     widest = std::max(widest, places * static_cast<double>(std::max(conv, transformer)));
+    for (const int64_t out : {level.channels, below}) {
+      const HostConvShape shape{kBatch, joined, out, (height >> i) + 1, (width >> i) + 1};
+      workspace = std::max(workspace, HostConvWorkspace(ChooseHostConv(shape), shape));
+    }
     left += places * static_cast<double>((config_.layers_per_block + 1) * level.channels);
   }
   int64_t largest_weight = 0;
@@ -208,7 +214,7 @@ int64_t UNet2DCondition::WorkingBytes(int64_t tokens, int64_t height, int64_t wi
   const double text =
       static_cast<double>(tokens * (config_.context_dim + 2 * config_.levels.back().channels));
   const double floats =
-      kHeapGaps * kBatch * (widest + left + text) + 2.5 * static_cast<double>(largest_weight);
+      kHeapGaps * kBatch * (widest + left + text) + 2.5 * static_cast<double>(largest_weight) + static_cast<double>(workspace);
   return static_cast<int64_t>(floats * sizeof(float)) + kSlackBytes;
 }
 

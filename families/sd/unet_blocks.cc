@@ -15,12 +15,6 @@ at::Tensor ToMap(const at::Tensor& tokens, int64_t height, int64_t width) {
   return tokens.unflatten(1, {height, width}).permute({0, 3, 1, 2});
 }
 
-// a · gelu(b) for x = [a | b].
-at::Tensor GatedGelu(const at::Tensor& x) {
-  const std::vector<at::Tensor> halves = x.chunk(2, -1);
-  return ActivateInPlace(Activation::kGeluErf, halves[1].contiguous()).mul_(halves[0]);
-}
-
 }  // namespace
 
 UNetResnet UNetResnet::Describe(ComponentLayout& layout, const std::string& name, int64_t in, int64_t out,
@@ -37,9 +31,9 @@ UNetResnet UNetResnet::Describe(ComponentLayout& layout, const std::string& name
 
 at::Tensor UNetResnet::operator()(const WeightView& w, const at::Tensor& x,
                                   const at::Tensor& time_embedding) const {
-  at::Tensor h = conv1(w, ActivateInPlace(Activation::kSilu, norm1(w, x)));
+  at::Tensor h = conv1(w, norm1.WithSilu(w, x));
   h = h.add_(time(w, time_embedding).unsqueeze(-1).unsqueeze(-1));
-  h = conv2(w, ActivateInPlace(Activation::kSilu, norm2(w, h)));
+  h = conv2(w, norm2.WithSilu(w, h));
   return h.add_(shortcut ? (*shortcut)(w, x) : x);
 }
 

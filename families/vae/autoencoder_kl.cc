@@ -9,6 +9,7 @@
 #include "cache/error.h"
 #include "cache/mutex.h"
 #include "families/config/json_config.h"
+#include "families/nn/host_conv.h"
 #include "families/vae/tiling.h"
 
 namespace latentd {
@@ -17,7 +18,8 @@ namespace {
 constexpr double kNormEps = 1e-6;
 constexpr double kMinLogVariance = -30, kMaxLogVariance = 20;
 
-at::Tensor Silu(at::Tensor x) { return at::silu_(x); }
+// In host memory, convolutions are faster with channels last, and all that follows a map keeps its order.
+at::Tensor InOrder(const at::Tensor& x) { return x.is_cpu() ? x.contiguous(at::MemoryFormat::ChannelsLast) : x; }
 
 }  // namespace
 
@@ -154,18 +156,18 @@ AutoencoderKl::AutoencoderKl(const AutoencoderKlConfig& config) : config_(config
 // ------------------------------------------------------------------------------------------------ forward
 
 at::Tensor AutoencoderKl::Resnet::operator()(const WeightView& w, const at::Tensor& x) const {
-  at::Tensor h = Silu(norm1(w, x));
+  at::Tensor h = norm1.WithSilu(w, x);
   h = conv1(w, h);
-  h = Silu(norm2(w, h));
+  h = norm2.WithSilu(w, h);
   h = conv2(w, h);
   return h.add_(shortcut ? (*shortcut)(w, x) : x);
 }
 
 at::Tensor AutoencoderKl::SelfAttention::operator()(const WeightView& w, const at::Tensor& x) const {
-  const at::Tensor tokens = norm(w, x).flatten(2).transpose(1, 2);  // [batch, h·w, channels], one head
+  const at::Tensor tokens = norm(w, x).permute({0, 2, 3, 1}).flatten(1, 2);  // [batch, h·w, channels], one head
   const at::Tensor attended =
       Attention(q(w, tokens).unsqueeze(2), k(w, tokens).unsqueeze(2), v(w, tokens).unsqueeze(2));
-  return out(w, attended).transpose(1, 2).reshape(x.sizes()).add(x);
+  return out(w, attended).unflatten(1, {x.size(2), x.size(3)}).permute({0, 3, 1, 2}).add_(x);
 }
 
 at::Tensor AutoencoderKl::Middle::operator()(const WeightView& w, const at::Tensor& x) const {
@@ -175,15 +177,15 @@ at::Tensor AutoencoderKl::Middle::operator()(const WeightView& w, const at::Tens
 }
 
 at::Tensor AutoencoderKl::EncodeMoments(const WeightView& w, const at::Tensor& picture) const {
-  at::Tensor h = encoder_.in(w, picture);
+  at::Tensor h = encoder_.in(w, InOrder(picture));
   for (const Level& level : encoder_.levels) {
     for (const Resnet& resnet : level.resnets) h = resnet(w, h);
     // Half a pixel off centre: zeros go to the right and below only.
     if (level.resample) h = (*level.resample)(w, at::constant_pad_nd(h, {0, 1, 0, 1}));
   }
   h = encoder_.middle(w, h);
-  h = encoder_.out(w, Silu(encoder_.norm_out(w, h)));
-  return quant_conv_ ? (*quant_conv_)(w, h) : h;
+  h = encoder_.out(w, encoder_.norm_out.WithSilu(w, h));
+  return (quant_conv_ ? (*quant_conv_)(w, h) : h).contiguous();
 }
 
 AutoencoderKl::Posterior AutoencoderKl::Encode(const WeightView& w, const at::Tensor& picture, int64_t tile) const {
@@ -204,7 +206,8 @@ at::Tensor AutoencoderKl::Decode(const WeightView& w, const at::Tensor& latents,
 }
 
 at::Tensor AutoencoderKl::DecodeWhole(const WeightView& w, const at::Tensor& latents) const {
-  at::Tensor h = decoder_.in(w, post_quant_conv_ ? (*post_quant_conv_)(w, latents) : latents);
+  const at::Tensor x = InOrder(latents);
+  at::Tensor h = decoder_.in(w, post_quant_conv_ ? (*post_quant_conv_)(w, x) : x);
   h = decoder_.middle(w, h);
   for (const Level& level : decoder_.levels) {
     for (const Resnet& resnet : level.resnets) h = resnet(w, h);
@@ -212,7 +215,7 @@ at::Tensor AutoencoderKl::DecodeWhole(const WeightView& w, const at::Tensor& lat
       h = (*level.resample)(w, at::upsample_nearest2d(h, {h.size(2) * 2, h.size(3) * 2}));
     }
   }
-  return decoder_.out(w, Silu(decoder_.norm_out(w, h)));
+  return decoder_.out(w, decoder_.norm_out.WithSilu(w, h)).contiguous();
 }
 
 at::Tensor AutoencoderKl::ToModel(const at::Tensor& latents) const {
@@ -227,9 +230,9 @@ at::Tensor AutoencoderKl::FromModel(const at::Tensor& latents) const {
 
 namespace {
 
-// A convolution at its widest holds, beside the resnet's input: its input, its output, and copies of both in
-// the order that its kernel wants. So per place, with `in` and `out` channels: 3·in + 2·out or in + 4·out.
-// A heap has gaps.
+// A convolution at its widest holds, beside the resnet's input: its input, its output, and copies of both where the
+// library's kernel wants them in an order of its own. So per place, with `in` and `out` channels: 3·in + 2·out or
+// in + 4·out. A heap has gaps. Our own kernels have a workspace instead, which is kept.
 constexpr double kHeapGaps = 1.5;
 constexpr int64_t kSlackBytes = 16 << 20;
 
@@ -237,11 +240,16 @@ constexpr int64_t kSlackBytes = 16 << 20;
 int64_t LevelBytes(const std::vector<int64_t>& channels, const std::vector<int64_t>& from, int64_t width,
                    int64_t height) {
   double most = 0;
+  int64_t workspace = 0;
   for (size_t i = 0; i < channels.size(); ++i) {
     const int64_t floats = std::max(3 * from[i] + 2 * channels[i], from[i] + 4 * channels[i]);
     most = std::max(most, static_cast<double>((width >> i) * (height >> i) * floats));
+    const int64_t widest = std::max(from[i], channels[i]);
+    const HostConvShape shape{1, widest, widest, height >> i, width >> i};
+    workspace = std::max(workspace, HostConvWorkspace(ChooseHostConv(shape), shape));
   }
-  return static_cast<int64_t>(kHeapGaps * most * sizeof(float)) + kSlackBytes;
+  const double floats = kHeapGaps * most + static_cast<double>(workspace);
+  return static_cast<int64_t>(floats * sizeof(float)) + kSlackBytes;
 }
 
 // A row of tiles and the one above it are held, and all that is finished, in `channels`.

@@ -31,6 +31,7 @@ from latentd_side import Bench, NoopDaemon, peak_memory  # noqa: E402
 from models import Shape  # noqa: E402
 from reference import Diffusers  # noqa: E402
 from report import Row, Table, progress  # noqa: E402
+from sd_bench import SD15, SDXL, SdBenchmarks  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy/demo"
@@ -43,6 +44,7 @@ MIDDLE = Shape(heads=6, double=1, single=5)    # 69 M parameters
 BIG = Shape(heads=10, double=1, single=3)      # 142 M
 GIGABYTE = Shape(heads=10, double=3, single=13)    # half a milliard parameters, as bf16
 MIDDLE_SIDE, MIDDLE_TOKENS, MIDDLE_STEPS = 256, 64, 4    # 256 picture tokens, 64 text tokens
+PARTS = ["locks", "overhead", "demo", "middle", "loras", "files", "sd", "sdxl"]
 TOLERANCE = 1e-3                               # of whole runs, as in the golden tests
 
 
@@ -324,7 +326,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=Path, default=ROOT / "build/release")
     parser.add_argument("--work", type=Path, default=ROOT / "build/bench", help="emptied, filled, removed at the end")
-    parser.add_argument("--only", nargs="*", choices=["locks", "overhead", "demo", "middle", "loras", "files"])
+    parser.add_argument("--only", nargs="*", choices=PARTS)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -335,7 +337,7 @@ def main() -> int:
     work = args.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    wanted = args.only or ["locks", "overhead", "demo", "middle", "loras", "files"]
+    wanted = args.only or PARTS
     benchmarks = Benchmarks(args.build.resolve(), work)
     demo = DEMO / "models/shapes-flux"
     try:
@@ -384,6 +386,14 @@ def main() -> int:
             models.shift_model(shifted, big)
             benchmarks.loads(big, shifted)
             benchmarks.memory({"fp32": big, "fp32 at 8 modulo 16": shifted})
+        sd = SdBenchmarks(benchmarks.program, work, benchmarks.table)
+        if "sd" in wanted:
+            sd.run("SD 1.5", SD15, torch.float32, {"512²": 0.9}, rounds=3, together=True)
+            sd.vae({"512²": 0.85}, rounds=3)
+            sd.sd_cpp()
+            shutil.rmtree(work / "sd-1.5")
+        if "sdxl" in wanted:
+            sd.run("SDXL", SDXL, torch.bfloat16, {}, rounds=2, together=False)
     finally:
         benchmarks.close()
         shutil.rmtree(work, ignore_errors=True)

@@ -17,6 +17,11 @@
 //   no-lora KEY
 //   to-device KEY resident|streamed BANDWIDTH   → {"bytes": that each pass copies}; see BenchModel::MoveToDevice
 //   close KEY
+//   open-unet KEY FOLDER, open-vae KEY FOLDER   loads a network alone; see network_bench.h
+//   inputs KEY FILE                   what its calls take
+//   call KEY COUNT                    → {"wall": [one per call], "cpu": [the same]}
+//   result KEY FILE                   writes what the last call gave, as plain fp32
+//   peak                              → {"bytes": the most that were ever resident}
 //   load FOLDER                       → {"load": ms, "mmap": ms, "pread": ms, "bytes": n}
 //   noop ADDRESS STEPS                → {"ms": of the whole call}
 #include <cstdio>
@@ -33,6 +38,7 @@
 #include "absl/strings/str_split.h"
 #include "tests/bench/bench_model.h"
 #include "tests/bench/load_bench.h"
+#include "tests/bench/network_bench.h"
 #include "tests/bench/noop_daemon.h"
 
 namespace latentd::bench {
@@ -56,6 +62,12 @@ class Commands {
       return absl::StrCat("{\"load\": ", times.load, ", \"mmap\": ", times.mmap, ", \"pread\": ", times.pread,
                           ", \"bytes\": ", times.bytes, "}");
     }
+    if (what == "peak") return absl::StrCat("{\"bytes\": ", PeakResidentBytes(), "}");
+    if (what == "open-unet" || what == "open-vae") {
+      networks_[words.at(1)] = what == "open-unet" ? OpenUNet(words.at(2)) : OpenVaeDecoder(words.at(2));
+      return "{}";
+    }
+    if (words.size() > 1 && networks_.count(words.at(1)) != 0) return RunOnNetwork(what, words.at(1), words);
     if (what == "noop") return absl::StrCat("{\"ms\": ", RunNoopJob(words.at(1), Int(words.at(2))), "}");
     return RunOnModel(what, words.at(1), words);
   }
@@ -77,6 +89,24 @@ class Commands {
     const auto cpu = [](std::string* out, const Elapsed& e) { absl::StrAppend(out, e.cpu); };
     return absl::StrCat("{\"wall\": [", absl::StrJoin(times, ", ", wall), "], \"cpu\": [",
                         absl::StrJoin(times, ", ", cpu), "]}");
+  }
+
+  std::string RunOnNetwork(const std::string& what, const std::string& key, const std::vector<std::string>& words) {
+    NetworkBench& network = *networks_.at(key);
+    if (what == "inputs") {
+      network.SetInputs(words.at(2));
+    } else if (what == "call") {
+      std::vector<Elapsed> times;
+      for (int i = 0; i < Int(words.at(2)); ++i) times.push_back(network.Call());
+      return ToJson(times);
+    } else if (what == "result") {
+      network.WriteResult(words.at(2));
+    } else if (what == "close") {
+      networks_.erase(key);
+    } else {
+      OrDie<int>(absl::InvalidArgumentError("unknown command " + what));
+    }
+    return "{}";
   }
 
   std::string RunOnModel(const std::string& what, const std::string& key,
@@ -116,6 +146,7 @@ class Commands {
 
   BenchHost host_;
   std::map<std::string, std::unique_ptr<BenchModel>> models_;
+  std::map<std::string, std::unique_ptr<NetworkBench>> networks_;
 };
 
 }  // namespace

@@ -10,10 +10,11 @@ from pathlib import Path
 
 
 class Bench:
-    """latentd_bench, one command at a time; latentd_bench.cc says what there is."""
+    """latentd_bench, or a program that knows some of its commands, one command at a time; latentd_bench.cc says what
+    there is."""
 
-    def __init__(self, program: Path):
-        self.process = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, *program: Path | str):
+        self.process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __call__(self, *words) -> dict:
         self.process.stdin.write("\t".join(map(str, words)) + "\n")

@@ -47,17 +47,22 @@ def write_model(folder: Path, demo: Path, shape: Shape, dtype: torch.dtype = tor
     (folder / "transformer").mkdir()
     config = shape.config(demo)
     (folder / "transformer/config.json").write_text(json.dumps(config))
+    sizes = {name: tensor.shape for name, tensor in meta_transformer(config).state_dict().items()}
+    write_safetensors(folder / WEIGHTS, sizes, dtype, random_values(seed))
+    return sum(size.numel() for size in sizes.values())
+
+
+def random_values(seed: int):
+    """Weights by name and shape, with which activations keep their order of magnitude."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(name: str, size: torch.Size) -> torch.Tensor:
         noise = torch.randn(size, generator=generator)
         if len(size) == 1:
             return noise.mul_(0.1).add_(1.0 if name.endswith("weight") else 0.0)
-        return noise.mul_(0.9 / size[1] ** 0.5)
+        return noise.mul_(0.9 / size[1:].numel() ** 0.5)
 
-    sizes = {name: tensor.shape for name, tensor in meta_transformer(config).state_dict().items()}
-    write_safetensors(folder / WEIGHTS, sizes, dtype, values)
-    return sum(size.numel() for size in sizes.values())
+    return values
 
 
 def write_safetensors(file: Path, sizes: dict[str, torch.Size], dtype: torch.dtype, values) -> None:

@@ -65,5 +65,7 @@ def progress(text: str) -> None:
 
 
 def number(value: float) -> str:
-    """Three digits."""
+    """Three digits; nothing for what was not measured."""
+    if value != value:
+        return ""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
