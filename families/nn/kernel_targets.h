@@ -1,6 +1,6 @@
 // For sources of plain loops that are compiled for several instruction sets, of which the best one that the
-// processor has is chosen at run time. The loops are always-inlined functions, and a wrapper for each set has the
-// set as an attribute. Included by such sources alone.
+// processor has is chosen at run time. The loops are always-inlined functions, and a wrapper for each set has
+// the set as an attribute. Included by such sources alone.
 #ifndef LATENTD_FAMILIES_NN_KERNEL_TARGETS_H_
 #define LATENTD_FAMILIES_NN_KERNEL_TARGETS_H_
 

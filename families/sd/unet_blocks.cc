@@ -99,9 +99,8 @@ at::Tensor UNetTransformer::operator()(const WeightView& w, const at::Tensor& x,
   at::Tensor tokens = std::holds_alternative<Linear>(in) ? std::get<Linear>(in)(w, ToTokens(normed))
                                                          : ToTokens(std::get<Conv2d>(in)(w, normed));
   for (const UNetTransformerBlock& block : blocks) block(w, tokens, context);
-  at::Tensor y = std::holds_alternative<Linear>(out)
-                     ? ToMap(std::get<Linear>(out)(w, tokens), height, width)
-                     : std::get<Conv2d>(out)(w, ToMap(tokens, height, width));
+  at::Tensor y = std::holds_alternative<Linear>(out) ? ToMap(std::get<Linear>(out)(w, tokens), height, width)
+                                                     : std::get<Conv2d>(out)(w, ToMap(tokens, height, width));
   return y.add_(x);
 }
 
