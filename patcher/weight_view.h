@@ -38,12 +38,13 @@ class WeightView {
   // REQUIRES: slot is not empty.
   at::Tensor operator()(Slot slot) const;
 
-  // The same, good until the next call of this or of Linear: a weight of another type is converted into memory that
-  // the view keeps.
+  // The same, good until the next call of this or of Linear: a weight of another type is converted into
+  // memory that the view keeps.
   const at::Tensor& ComputeWeight(Slot slot) const;
 
-  // Memory of at least `count` numbers of the compute type, on device(), for what one call of a kernel writes down
-  // on its way; good until the next call. Kept for the view's lifetime: fresh pages for each call cost time.
+  // Memory of at least `count` numbers of the compute type, on device(), for what one call of a kernel writes
+  // down on its way; good until the next call. Kept for the view's lifetime: fresh pages for each call cost
+  // time.
   at::Tensor Workspace(int64_t count) const;
 
   // The tensor as stored, merged where the overlay says so; for what asks for its shape.

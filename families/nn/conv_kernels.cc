@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t kPatch = 6;  // side of what a tile is made of
 
-// Vectors as the compilers know them: one of another set than the target's is taken apart, so all code is written
-// once, with the set's own width.
+// Vectors as the compilers know them: one of another set than the target's is taken apart, so all code is
+// written once, with the set's own width.
 template <int kBytes>
 struct Lanes {
   typedef float V __attribute__((vector_size(kBytes)));
@@ -75,8 +75,8 @@ LATENTD_INLINE Corner CornerOf(const TileGrid& grid, int64_t tile) {
 }
 
 template <int kBytes>
-LATENTD_INLINE void Input(const float* x, const TileGrid& grid, int64_t channels, int64_t first, int64_t count,
-                          float* spectra, int64_t spectrum) {
+LATENTD_INLINE void Input(const float* x, const TileGrid& grid, int64_t channels, int64_t first,
+                          int64_t count, float* spectra, int64_t spectrum) {
   using V = typename Lanes<kBytes>::V;
   static constexpr float kZeros[kConvLanes] = {};
   for (int64_t tile = first; tile < first + count; ++tile, spectra += channels) {
@@ -197,18 +197,18 @@ LATENTD_INLINE void Windows(const float* x, int64_t height, int64_t width, int64
   }
 }
 
-#define LATENTD_FOR_EACH_SET(name, parameters, arguments)                          \
-  LATENTD_AVX2 void name##Avx2 parameters { name<32> arguments; }                  \
-  LATENTD_AVX512 void name##Avx512 parameters { name<64> arguments; }              \
-  void name##Best parameters {                                                     \
-    switch (BestInstructionSet()) {                                                \
-      case InstructionSet::kAvx512:                                                \
-        return name##Avx512 arguments;                                             \
-      case InstructionSet::kAvx2:                                                  \
-        return name##Avx2 arguments;                                               \
-      case InstructionSet::kBaseline:                                              \
-        return name<16> arguments;                                                 \
-    }                                                                              \
+#define LATENTD_FOR_EACH_SET(name, parameters, arguments)             \
+  LATENTD_AVX2 void name##Avx2 parameters { name<32> arguments; }     \
+  LATENTD_AVX512 void name##Avx512 parameters { name<64> arguments; } \
+  void name##Best parameters {                                        \
+    switch (BestInstructionSet()) {                                   \
+      case InstructionSet::kAvx512:                                   \
+        return name##Avx512 arguments;                                \
+      case InstructionSet::kAvx2:                                     \
+        return name##Avx2 arguments;                                  \
+      case InstructionSet::kBaseline:                                 \
+        return name<16> arguments;                                    \
+    }                                                                 \
   }
 
 LATENTD_FOR_EACH_SET(Input,
@@ -239,8 +239,8 @@ void WinogradOutputKernel(const float* spectra, int64_t spectrum, const float* b
   OutputBest(spectra, spectrum, bias, grid, channels, first, count, y, stride);
 }
 
-void WindowsKernel(const float* x, int64_t height, int64_t width, int64_t channels, int64_t stride, int64_t first,
-                   int64_t count, float* rows) {
+void WindowsKernel(const float* x, int64_t height, int64_t width, int64_t channels, int64_t stride,
+                   int64_t first, int64_t count, float* rows) {
   Windows(x, height, width, channels, stride, first, count, rows);
 }
 

@@ -9,13 +9,13 @@
 namespace latentd {
 namespace {
 
-// Floats that spectra of input and result, and of weights, may have at a time. What is larger is taken in parts:
-// tiles, and channels of the result.
+// Floats that spectra of input and result, and of weights, may have at a time. What is larger is taken in
+// parts: tiles, and channels of the result.
 constexpr int64_t kTileFloats = 12 << 20, kWeightFloats = 16 << 20;
 constexpr int64_t kMinTiles = 128;  // of a part: with fewer, the weights are packed too often
 constexpr int64_t kMinColumns = 64;
 
-constexpr int64_t kWinogradTiles = 64;      // fewer: spectra of weights cost more than what they save
+constexpr int64_t kWinogradTiles = 64;  // fewer: spectra of weights cost more than what they save
 constexpr int64_t kWindowsPlaces = 1024;
 constexpr int64_t kWindowsChannels = 256;
 
@@ -59,7 +59,8 @@ at::Tensor WinogradConv3x3(const at::Tensor& x, const at::Tensor& weight, const 
   const int64_t in = weight.size(1), out = weight.size(0);
   const TileGrid grid{x.size(0), x.size(2), x.size(3)};
   const Parts parts = Divide(grid.tiles(), in, out);
-  at::Tensor y = at::empty({grid.batch, out, grid.height, grid.width}, x.options(), at::MemoryFormat::ChannelsLast);
+  at::Tensor y =
+      at::empty({grid.batch, out, grid.height, grid.width}, x.options(), at::MemoryFormat::ChannelsLast);
   const float* input = from.const_data_ptr<float>();
   const float* taps = weight.const_data_ptr<float>();
   const float* offsets = bias.const_data_ptr<float>();
@@ -91,16 +92,16 @@ at::Tensor WinogradConv3x3(const at::Tensor& x, const at::Tensor& weight, const 
       at::Tensor c = products.narrow(0, 0, kSpectra * tiles * columns).view({kSpectra, tiles, columns});
       at::bmm_out(c, a, b.transpose(1, 2));
       at::parallel_for(0, tiles, 4, [&](int64_t begin, int64_t end) {
-        WinogradOutputKernel(m + begin * columns, tiles * columns, offsets + column, grid, columns, tile + begin,
-                             end - begin, result + column, out);
+        WinogradOutputKernel(m + begin * columns, tiles * columns, offsets + column, grid, columns,
+                             tile + begin, end - begin, result + column, out);
       });
     }
   }
   return y;
 }
 
-at::Tensor WindowsConv3x3(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t stride,
-                          const at::Tensor& workspace) {
+at::Tensor WindowsConv3x3(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                          int64_t stride, const at::Tensor& workspace) {
   const at::Tensor from = x.contiguous(at::MemoryFormat::ChannelsLast);
   const int64_t in = weight.size(1), out = weight.size(0), height = x.size(2), width = x.size(3);
   const int64_t out_height = (height - 1) / stride + 1, out_width = (width - 1) / stride + 1;

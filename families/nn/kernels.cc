@@ -4,8 +4,8 @@
 
 #include "cache/kernel_targets.h"
 
-// This file is built with -O3 and leave to reorder sums (see CMakeLists.txt), without which the compiler would not
-// use vectors.
+// This file is built with -O3 and leave to reorder sums (see CMakeLists.txt), without which the compiler
+// would not use vectors.
 
 namespace latentd {
 namespace {
@@ -40,7 +40,8 @@ LATENTD_INLINE void NormRope(const float* x, const float* weight, const float* r
 LATENTD_INLINE float GeluErf(float x) {
   const float z = 0.70710678118654752f * (x < 0 ? -x : x);
   const float t = 1.0f / (1.0f + 0.3275911f * z);
-  const float p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+  const float p =
+      ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
   const float tail = 0.5f * p * KernelExp(-z * z);  // of the normal distribution beyond |x|
   return x * (x < 0 ? tail : 1.0f - tail);
 }
@@ -62,8 +63,8 @@ LATENTD_INLINE void ChannelSums(const float* x, int64_t places, int64_t channels
   }
 }
 
-LATENTD_INLINE void ScaleShift(const float* x, const float* scale, const float* shift, float* y, int64_t places,
-                               int64_t channels, bool silu) {
+LATENTD_INLINE void ScaleShift(const float* x, const float* scale, const float* shift, float* y,
+                               int64_t places, int64_t channels, bool silu) {
   for (; places > 0; --places, x += channels, y += channels) {
     if (silu) {
       for (int64_t c = 0; c < channels; ++c) {
@@ -76,18 +77,18 @@ LATENTD_INLINE void ScaleShift(const float* x, const float* scale, const float* 
   }
 }
 
-#define LATENTD_FOR_EACH_SET(name, parameters, arguments)             \
-  LATENTD_AVX2 void name##Avx2 parameters { name arguments; }         \
-  LATENTD_AVX512 void name##Avx512 parameters { name arguments; }     \
-  void name##Best parameters {                                        \
-    switch (BestInstructionSet()) {                                   \
-      case InstructionSet::kAvx512:                                   \
-        return name##Avx512 arguments;                                \
-      case InstructionSet::kAvx2:                                     \
-        return name##Avx2 arguments;                                  \
-      case InstructionSet::kBaseline:                                 \
-        return name arguments;                                        \
-    }                                                                 \
+#define LATENTD_FOR_EACH_SET(name, parameters, arguments)         \
+  LATENTD_AVX2 void name##Avx2 parameters { name arguments; }     \
+  LATENTD_AVX512 void name##Avx512 parameters { name arguments; } \
+  void name##Best parameters {                                    \
+    switch (BestInstructionSet()) {                               \
+      case InstructionSet::kAvx512:                               \
+        return name##Avx512 arguments;                            \
+      case InstructionSet::kAvx2:                                 \
+        return name##Avx2 arguments;                              \
+      case InstructionSet::kBaseline:                             \
+        return name arguments;                                    \
+    }                                                             \
   }
 
 LATENTD_FOR_EACH_SET(Gelu, (const float* x, float* y, int64_t n), (x, y, n))

@@ -26,11 +26,12 @@ void NormRopeKernel(const float* x, const float* weight, const float* rope, floa
 // Shazeer 2020, "GLU Variants Improve Transformer".
 void GatedGeluKernel(const float* x, float* y, int64_t rows, int64_t dim);
 
-// Per channel, the sum over places and that of squares: x [places, channels] → [channels] each. In fp32: take no
-// more than some hundreds of places at a time.
+// Per channel, the sum over places and that of squares: x [places, channels] → [channels] each. In fp32: take
+// no more than some hundreds of places at a time.
 void ChannelSumsKernel(const float* x, int64_t places, int64_t channels, float* sums, float* squares);
 
-// y = x · scale + shift per channel, and SiLU of that with `silu`. x and y: [places, channels]; may be one array.
+// y = x · scale + shift per channel, and SiLU of that with `silu`. x and y: [places, channels]; may be one
+// array.
 void ScaleShiftKernel(const float* x, const float* scale, const float* shift, float* y, int64_t places,
                       int64_t channels, bool silu);
 

@@ -32,8 +32,9 @@ Conv2d Conv2d::Describe(ComponentLayout& layout, const std::string& name, int64_
 at::Tensor Conv2d::operator()(const WeightView& w, const at::Tensor& x) const {
   const at::Tensor& kernel = w.ComputeWeight(weight);
   const int64_t in = kernel.size(1), out = kernel.size(0), side = kernel.size(2);
-  const bool own = x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous(at::MemoryFormat::ChannelsLast) &&
-                   kernel.scalar_type() == at::kFloat && kernel.is_contiguous() && x.numel() > 0;
+  const bool own = x.is_cpu() && x.scalar_type() == at::kFloat &&
+                   x.is_contiguous(at::MemoryFormat::ChannelsLast) && kernel.scalar_type() == at::kFloat &&
+                   kernel.is_contiguous() && x.numel() > 0;
   if (own && side == 1 && stride == 1 && padding == 0) {
     // A product of matrices, without the library's copies of both.
     const at::Tensor places = x.permute({0, 2, 3, 1});
@@ -41,7 +42,8 @@ at::Tensor Conv2d::operator()(const WeightView& w, const at::Tensor& x) const {
   }
   const HostConvShape shape{x.size(0), in, out, x.size(2), x.size(3), stride};
   const HostConvWay way = own && side == 3 && padding == 1 ? ChooseHostConv(shape) : HostConvWay::kLibrary;
-  if (way == HostConvWay::kLibrary) return at::conv2d(x, kernel, w(bias), {stride, stride}, {padding, padding});
+  if (way == HostConvWay::kLibrary)
+    return at::conv2d(x, kernel, w(bias), {stride, stride}, {padding, padding});
   const at::Tensor workspace = w.Workspace(HostConvWorkspace(way, shape));
   return way == HostConvWay::kWinograd ? WinogradConv3x3(x, kernel, w(bias), workspace)
                                        : WindowsConv3x3(x, kernel, w(bias), stride, workspace);
@@ -84,8 +86,8 @@ GroupNorm GroupNorm::Describe(ComponentLayout& layout, const std::string& name, 
 
 namespace {
 
-at::Tensor Normed(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t groups, double eps,
-                  bool silu) {
+at::Tensor Normed(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t groups,
+                  double eps, bool silu) {
   const bool own_kernel = x.is_cpu() && x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat &&
                           x.numel() > 0 && x.is_contiguous(at::MemoryFormat::ChannelsLast);
   return own_kernel ? GroupNormHost(x, weight, bias, groups, eps, silu)
@@ -102,14 +104,14 @@ at::Tensor GroupNorm::WithSilu(const WeightView& w, const at::Tensor& x) const {
   return Normed(x, w(weight), w(bias), groups, eps, /*silu=*/true);
 }
 
-at::Tensor GroupNormComposed(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t groups,
-                             double eps, bool silu) {
+at::Tensor GroupNormComposed(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                             int64_t groups, double eps, bool silu) {
   at::Tensor y = at::group_norm(x, groups, weight, bias, eps);
   return silu ? at::silu_(y) : y;
 }
 
-at::Tensor GroupNormHost(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t groups,
-                         double eps, bool silu) {
+at::Tensor GroupNormHost(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                         int64_t groups, double eps, bool silu) {
   // Sums in fp32 over few places, and those in fp64 in a fixed order: equal for any number of threads.
   constexpr int64_t kPlaces = 256;
   const int64_t batch = x.size(0), channels = x.size(1), places = x.size(2) * x.size(3);
@@ -122,7 +124,9 @@ at::Tensor GroupNormHost(const at::Tensor& x, const at::Tensor& weight, const at
   float *sum = sums.mutable_data_ptr<float>(), *scale = scales.mutable_data_ptr<float>(),
         *to = y.mutable_data_ptr<float>();
   const auto rows_of = [&](int64_t part) { return std::min(kPlaces, places - part % parts * kPlaces); };
-  const auto start_of = [&](int64_t part) { return (part / parts * places + part % parts * kPlaces) * channels; };
+  const auto start_of = [&](int64_t part) {
+    return (part / parts * places + part % parts * kPlaces) * channels;
+  };
   const int64_t grain = std::max<int64_t>(1, kKernelGrain / (kPlaces * channels));
   at::parallel_for(0, batch * parts, grain, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
@@ -152,8 +156,8 @@ at::Tensor GroupNormHost(const at::Tensor& x, const at::Tensor& weight, const at
   at::parallel_for(0, batch * parts, grain, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       const float* of_map = scale + part / parts * 2 * channels;
-      ScaleShiftKernel(from + start_of(part), of_map, of_map + channels, to + start_of(part), rows_of(part), channels,
-                       silu);
+      ScaleShiftKernel(from + start_of(part), of_map, of_map + channels, to + start_of(part), rows_of(part),
+                       channels, silu);
     }
   });
   return y;
@@ -213,9 +217,10 @@ at::Tensor GatedGelu(const at::Tensor& x) {
   at::Tensor y = at::empty(shape, x.options());
   const float* from = x.const_data_ptr<float>();
   float* to = y.mutable_data_ptr<float>();
-  at::parallel_for(0, x.numel() / width, std::max<int64_t>(1, kKernelGrain / width), [&](int64_t begin, int64_t end) {
-    GatedGeluKernel(from + begin * width, to + begin * dim, end - begin, dim);
-  });
+  at::parallel_for(0, x.numel() / width, std::max<int64_t>(1, kKernelGrain / width),
+                   [&](int64_t begin, int64_t end) {
+                     GatedGeluKernel(from + begin * width, to + begin * dim, end - begin, dim);
+                   });
   return y;
 }
 

@@ -29,7 +29,8 @@ struct Linear {
   at::Tensor operator()(const WeightView& w, const at::Tensor& x) const { return w.Linear(weight, bias, x); }
 };
 
-// x [batch, in, h, w] → [batch, out, h', w']. In host memory fastest with channels last; so is its result then.
+// x [batch, in, h, w] → [batch, out, h', w']. In host memory fastest with channels last; so is its result
+// then.
 struct Conv2d {
   Slot weight, bias;
   int64_t stride = 1, padding = 0;
@@ -68,10 +69,10 @@ struct GroupNorm {
   // SiLU of it, in the same passes.
   at::Tensor WithSilu(const WeightView& w, const at::Tensor& x) const;
 };
-at::Tensor GroupNormHost(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t groups,
-                         double eps, bool silu);
-at::Tensor GroupNormComposed(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t groups,
-                             double eps, bool silu);
+at::Tensor GroupNormHost(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                         int64_t groups, double eps, bool silu);
+at::Tensor GroupNormComposed(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                             int64_t groups, double eps, bool silu);
 
 // Rows of a table: ids int64 [...] → [..., dim]. Takes the rows first and converts what it took. `ids` may be
 // in host memory, where they are made.

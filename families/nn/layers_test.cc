@@ -91,12 +91,13 @@ TEST(LayersTest, NormAndTurnIsTheFormulaBothWays) {
 TEST(LayersTest, GroupNormIsTheFormulaBothWays) {
   at::manual_seed(4);
   // More places than are summed up at a time, and a mean that is large beside the deviation.
-  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{2, 64, 31, 33}, {1, 128, 1, 1}, {3, 96, 2, 5}}) {
-    const at::Tensor x =
-        (at::randn(shape) * 2 + 5).contiguous(at::MemoryFormat::ChannelsLast);
+  for (const std::vector<int64_t>& shape :
+       {std::vector<int64_t>{2, 64, 31, 33}, {1, 128, 1, 1}, {3, 96, 2, 5}}) {
+    const at::Tensor x = (at::randn(shape) * 2 + 5).contiguous(at::MemoryFormat::ChannelsLast);
     const at::Tensor weight = at::randn({shape[1]}), bias = at::randn({shape[1]});
     for (const bool silu : {false, true}) {
-      at::Tensor expected = at::group_norm(x.to(at::kDouble), 32, weight.to(at::kDouble), bias.to(at::kDouble), 1e-5);
+      at::Tensor expected =
+          at::group_norm(x.to(at::kDouble), 32, weight.to(at::kDouble), bias.to(at::kDouble), 1e-5);
       if (silu) expected = at::silu(expected);
       const at::Tensor own = GroupNormHost(x, weight, bias, 32, 1e-5, silu);
       const at::Tensor composed = GroupNormComposed(x, weight, bias, 32, 1e-5, silu);
@@ -123,7 +124,10 @@ TEST(LayersTest, ConvolutionsAreTheFormulaAllWays) {
     int64_t batch, in, out, height, width;
   };
   // Tiles that stick out on either side, several parts of tiles, and several of channels.
-  for (const Case& c : {Case{2, 16, 32, 13, 18}, {1, 32, 16, 1, 1}, {1, 48, 48, 4, 5}, {1, 320, 320, 61, 64},
+  for (const Case& c : {Case{2, 16, 32, 13, 18},
+                        {1, 32, 16, 1, 1},
+                        {1, 48, 48, 4, 5},
+                        {1, 320, 320, 61, 64},
                         {1, 512, 944, 9, 7}}) {
     const at::Tensor x = at::randn({c.batch, c.in, c.height, c.width});
     const at::Tensor weight = at::randn({c.out, c.in, 3, 3}) / std::sqrt(9.0 * static_cast<double>(c.in));
@@ -132,13 +136,15 @@ TEST(LayersTest, ConvolutionsAreTheFormulaAllWays) {
       return at::full({HostConvWorkspace(way, {c.batch, c.in, c.out, c.height, c.width, stride})}, NAN);
     };
     auto expected = [&](int64_t stride) {
-      return at::conv2d(x.to(at::kDouble), weight.to(at::kDouble), bias.to(at::kDouble), {stride, stride}, {1, 1});
+      return at::conv2d(x.to(at::kDouble), weight.to(at::kDouble), bias.to(at::kDouble), {stride, stride},
+                        {1, 1});
     };
     const at::Tensor winograd = WinogradConv3x3(x, weight, bias, workspace(HostConvWay::kWinograd, 1));
     EXPECT_LE(RelativeError(winograd, expected(1)), 3e-5) << c.in;
     EXPECT_TRUE(winograd.is_contiguous(at::MemoryFormat::ChannelsLast));
     for (const int64_t stride : {1, 2}) {
-      const at::Tensor windows = WindowsConv3x3(x, weight, bias, stride, workspace(HostConvWay::kWindows, stride));
+      const at::Tensor windows =
+          WindowsConv3x3(x, weight, bias, stride, workspace(HostConvWay::kWindows, stride));
       EXPECT_LE(RelativeError(windows, expected(stride)), 5e-6) << c.in;
     }
   }

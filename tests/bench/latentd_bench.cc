@@ -10,20 +10,19 @@
 //   begin KEY SIDE STEPS              starts a run with the LoRA that is set
 //   step KEY COUNT                    → {"wall": [one per step], "cpu": [the same]}
 //   latents KEY                       → {"latents": [...]}
-//   lora KEY MODE COUNT SET…          takes one set after the other, COUNT times → the same, one per change. A set
+//   lora KEY MODE COUNT SET…          takes one set after the other, COUNT times → the same, one per change.
+//   A set
 //                                     is files joined by '+'; mode sidecar, direct (merged anew each time) or
 //                                     merged (kept in the cache)
 //   copy-weights KEY COUNT            copies all linear weights to new memory, COUNT times → the same
 //   no-lora KEY
-//   to-device KEY resident|streamed BANDWIDTH   → {"bytes": that each pass copies}; see BenchModel::MoveToDevice
-//   close KEY
-//   open-unet KEY FOLDER, open-vae KEY FOLDER   loads a network alone; see network_bench.h
-//   inputs KEY FILE                   what its calls take
-//   call KEY COUNT                    → {"wall": [one per call], "cpu": [the same]}
-//   result KEY FILE                   writes what the last call gave, as plain fp32
-//   peak                              → {"bytes": the most that were ever resident}
-//   load FOLDER                       → {"load": ms, "mmap": ms, "pread": ms, "bytes": n}
-//   noop ADDRESS STEPS                → {"ms": of the whole call}
+//   to-device KEY resident|streamed BANDWIDTH   → {"bytes": that each pass copies}; see
+//   BenchModel::MoveToDevice close KEY open-unet KEY FOLDER, open-vae KEY FOLDER   loads a network alone; see
+//   network_bench.h inputs KEY FILE                   what its calls take call KEY COUNT                    →
+//   {"wall": [one per call], "cpu": [the same]} result KEY FILE                   writes what the last call
+//   gave, as plain fp32 peak                              → {"bytes": the most that were ever resident} load
+//   FOLDER                       → {"load": ms, "mmap": ms, "pread": ms, "bytes": n} noop ADDRESS STEPS →
+//   {"ms": of the whole call}
 #include <cstdio>
 #include <iostream>
 #include <map>
@@ -91,7 +90,8 @@ class Commands {
                         absl::StrJoin(times, ", ", cpu), "]}");
   }
 
-  std::string RunOnNetwork(const std::string& what, const std::string& key, const std::vector<std::string>& words) {
+  std::string RunOnNetwork(const std::string& what, const std::string& key,
+                           const std::vector<std::string>& words) {
     NetworkBench& network = *networks_.at(key);
     if (what == "inputs") {
       network.SetInputs(words.at(2));
@@ -123,7 +123,8 @@ class Commands {
     } else if (what == "lora") {
       const size_t files = words.size() - 4;
       for (int i = 0; i < Int(words.at(3)); ++i) {
-        const std::vector<std::string> set = absl::StrSplit(words.at(4 + static_cast<size_t>(i) % files), '+');
+        const std::vector<std::string> set =
+            absl::StrSplit(words.at(4 + static_cast<size_t>(i) % files), '+');
         times.push_back(model.SwitchLoras(set, Mode(words.at(2)), /*keep_merged=*/words.at(2) == "merged"));
       }
       return ToJson(times);

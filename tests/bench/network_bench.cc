@@ -18,7 +18,8 @@ namespace {
 class Network : public NetworkBench {
  public:
   explicit Network(const Component& c)
-      : weights_(OrDie(LoadWeights(c.files, c.layout, c.key_map, c.prefix, PlainLoad()))), view_(*weights_, nullptr) {}
+      : weights_(OrDie(LoadWeights(c.files, c.layout, c.key_map, c.prefix, PlainLoad()))),
+        view_(*weights_, nullptr) {}
 
   void SetInputs(const std::string& file) override {
     const auto files = OrDie(WeightFiles::Open(file));
@@ -60,8 +61,9 @@ class UNetBench : public Network {
   // What a run does once.
   void Prepare() override {
     const bool added = unet_.config().added_dim > 0;
-    conditioning_ = unet_.PrepareConditioning(view(), Input("context"), added ? Input("pooled") : at::Tensor(),
-                                              added ? Input("time_ids") : at::Tensor());
+    conditioning_ =
+        unet_.PrepareConditioning(view(), Input("context"), added ? Input("pooled") : at::Tensor(),
+                                  added ? Input("time_ids") : at::Tensor());
     timestep_ = Input("timestep").item<float>();
   }
   at::Tensor Forward() override {
@@ -98,7 +100,8 @@ std::unique_ptr<NetworkBench> OpenUNet(const std::string& folder) {
 
 std::unique_ptr<NetworkBench> OpenVaeDecoder(const std::string& folder) {
   std::shared_ptr<const AutoencoderKl> vae;
-  const Component component = OrDie(DescribeVae(folder + "/vae", OrDie(WeightFiles::Open(folder + "/vae")), vae));
+  const Component component =
+      OrDie(DescribeVae(folder + "/vae", OrDie(WeightFiles::Open(folder + "/vae")), vae));
   return std::make_unique<VaeBench>(std::move(vae), component);
 }
 

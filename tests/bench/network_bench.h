@@ -1,5 +1,6 @@
-// A network without the pipeline around it, timed: the UNet of an SD model on a batch of two, as guidance gives it,
-// or a VAE's decoder. Weights are loaded as the server loads them, and read through a view. ATen's pool of threads.
+// A network without the pipeline around it, timed: the UNet of an SD model on a batch of two, as guidance
+// gives it, or a VAE's decoder. Weights are loaded as the server loads them, and read through a view. ATen's
+// pool of threads.
 //
 //   const auto unet = OpenUNet("build/bench/sd15", "build/bench/sd15-512.safetensors");
 //   double ms = unet->Call().wall;
@@ -24,8 +25,8 @@ class NetworkBench {
   virtual void WriteResult(const std::string& file) const = 0;
 };
 
-// `folder`: a diffusers folder, of which unet/ is read. Inputs: `latents` [2, C, h, w], `context` [2, tokens, dim],
-// `timestep` [1], and for models that take them `pooled` [2, dim] and `time_ids` [2, n].
+// `folder`: a diffusers folder, of which unet/ is read. Inputs: `latents` [2, C, h, w], `context` [2, tokens,
+// dim], `timestep` [1], and for models that take them `pooled` [2, dim] and `time_ids` [2, n].
 std::unique_ptr<NetworkBench> OpenUNet(const std::string& folder);
 
 // Of `folder`, vae/ is read. Inputs: `vae_latents` [1, C, h, w].

@@ -2,7 +2,7 @@
 the benchmarks does not. One step and one decoding per size after one of each for warming up; a step is a wanted and an
 unwanted pass, as guidance takes them. One line of JSON: milliseconds on the wall by size, and the peak of bytes.
 
-    sd_cpp_reference.py UNET CLIP VAE THREADS SIDE…
+    sd_cpp_reference.py FOLDER THREADS SIDE…
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from stable_diffusion_cpp import StableDiffusion
 
 
 def main() -> None:
-    unet, clip, vae, threads, *sides = sys.argv[1:]
+    folder, threads, *sides = sys.argv[1:]
     answer = os.dup(1)
     os.dup2(2, 1)    # the library writes to standard output
-    model = StableDiffusion(diffusion_model_path=unet, clip_l_path=clip, vae_path=vae, n_threads=int(threads),
-                            vae_decode_only=True, verbose=False)
+    model = StableDiffusion(model_path=folder, n_threads=int(threads), vae_decode_only=True, verbose=False)
     times = {"step": {}, "decode": {}}
 
     def picture(side: int) -> tuple[float, float]:
