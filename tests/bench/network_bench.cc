@@ -22,6 +22,7 @@ class Network : public NetworkBench {
         view_(*weights_, nullptr) {}
 
   void SetInputs(const std::string& file) override {
+    c10::InferenceMode inference;
     const auto files = OrDie(WeightFiles::Open(file));
     for (const auto& [name, entry] : files->tensors()) inputs_[name] = OrDie(files->Read(name));
     Prepare();

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up, builds, measures everything, and prints one table of ratios with their limits. Takes a few minutes
-# and 1.5 GB of disk below build/. Ends with 1 when a limit is missed.
+# Sets up, builds, measures everything, and prints one table of ratios with their limits. Takes half an hour, 16 GB of
+# memory and 6 GB of disk below build/, most of it for SD and SDXL at full size. Ends with 1 when a limit is missed.
 #
 #   tests/bench/run.sh                      everything
 #   tests/bench/run.sh --only demo files    parts; see bench.py
