@@ -6,6 +6,8 @@
 
 #include <bit>
 #include <cstdint>
+#include <cstdlib>
+#include <string_view>
 
 #define LATENTD_INLINE __attribute__((always_inline)) inline
 
@@ -25,12 +27,16 @@ namespace latentd {
 
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
 
-// The best one that this processor has.
+// The best one that this processor has; none better than LATENTD_INSTRUCTION_SET where that environment variable is
+// "baseline" or "avx2", so that tests reach each of them.
 inline InstructionSet BestInstructionSet() {
 #if defined(__x86_64__)
   static const InstructionSet best = [] {
+    const char* variable = std::getenv("LATENTD_INSTRUCTION_SET");
+    const std::string_view limit = variable == nullptr ? "" : variable;
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+    if (limit == "baseline") return InstructionSet::kBaseline;
+    if (limit != "avx2" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
       return InstructionSet::kAvx512;
     }

@@ -16,6 +16,7 @@
 #include "absl/strings/strip.h"
 #include "cache/error.h"
 #include "cache/fault_injection.h"
+#include "cache/host_tensor.h"
 #include "cache/mapped_file.h"
 #include "cache/shard_index.h"
 
@@ -76,26 +77,20 @@ uint64_t Fnv1a(absl::string_view text, uint64_t hash = 14695981039346656037ull) 
   return hash;
 }
 
-// An aligned copy of mapped bytes. Fresh 4-KiB pages cost more than the copying itself, so large tensors ask
-// for huge ones; and the source pages are let go, so that a load peaks at its size and one tensor.
+// An aligned copy of mapped bytes; undefined without memory. Source pages of large ones are let go, so that a
+// load peaks at its size and one tensor.
 at::Tensor AlignedCopy(const uint8_t* bytes, const TensorInfo& info, const at::TensorOptions& options) {
   constexpr int64_t kLarge = 4 << 20;
-  const auto size = static_cast<size_t>(info.bytes);
-  if (info.bytes < kLarge) {
-    at::Tensor copy = at::empty(info.shape, options);  // LibTorch allocates on 64-byte boundaries
-    std::memcpy(copy.data_ptr(), bytes, size);
-    return copy;
-  }
-  void* p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (p == MAP_FAILED) return {};
-  madvise(p, size, MADV_HUGEPAGE);
-  std::memcpy(p, bytes, size);
+  at::Tensor copy = EmptyHostTensor(info.shape, options);
+  if (!copy.defined()) return copy;
+  std::memcpy(copy.data_ptr(), bytes, static_cast<size_t>(info.bytes));
+  if (info.bytes < kLarge) return copy;
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(bytes) + page - 1) / page * page;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(bytes) + size) / page * page;
+  const uintptr_t end =
+      (reinterpret_cast<uintptr_t>(bytes) + static_cast<uintptr_t>(info.bytes)) / page * page;
   if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
-  return at::from_blob(
-      p, info.shape, [size](void* q) { munmap(q, size); }, options);
+  return copy;
 }
 
 absl::StatusOr<std::string> PickFile(const fs::path& folder) {

@@ -20,3 +20,13 @@ function(latentd_test NAME)
     LABELS "unit;${T_LABELS}" TIMEOUT 600
     ENVIRONMENT "OMP_NUM_THREADS=1;OMP_WAIT_POLICY=PASSIVE;TSAN_OPTIONS=suppressions=${CMAKE_SOURCE_DIR}/tests/tsan.supp")
 endfunction()
+
+# latentd_kernel_test(NAME FILTER): runs the tests of a binary that FILTER names with the kernels for lesser processors.
+function(latentd_kernel_test NAME FILTER)
+  get_test_property(${NAME} ENVIRONMENT environment)
+  foreach(set baseline avx2)
+    add_test(NAME ${NAME}_${set} COMMAND ${NAME} --gtest_filter=${FILTER} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
+    set_tests_properties(${NAME}_${set} PROPERTIES
+      LABELS unit TIMEOUT 600 ENVIRONMENT "${environment};LATENTD_INSTRUCTION_SET=${set}")
+  endforeach()
+endfunction()

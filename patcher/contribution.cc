@@ -10,6 +10,7 @@
 #include "absl/strings/strip.h"
 #include "c10/core/GradMode.h"
 #include "cache/error.h"
+#include "cache/host_tensor.h"
 #include "patcher/merge_kernel.h"
 
 namespace latentd {
@@ -48,14 +49,16 @@ bool OnlyLowRank(const Weight& weight, const std::vector<Contribution>& shares) 
 }
 
 // By the kernel of our own, where there is one: false otherwise.
-bool MergeInOnePass(const at::Tensor& weight, const at::Tensor& up, const at::Tensor& down, const at::Tensor& out) {
+bool MergeInOnePass(const at::Tensor& weight, const at::Tensor& up, const at::Tensor& down,
+                    const at::Tensor& out) {
   const at::Tensor base = weight.contiguous(), u = up.contiguous(), d = down.contiguous();
   const int64_t rank = u.size(1), columns = d.size(1), grain = std::max<int64_t>(1, kMergedAtATime / columns);
   const auto* ups = u.const_data_ptr<float>();
   const auto* downs = d.const_data_ptr<float>();
   auto rows = [&](auto* from, auto* to, auto kernel) {
     at::parallel_for(0, u.size(0), grain, [&](int64_t begin, int64_t end) {
-      kernel(from + begin * columns, ups + begin * rank, downs, to + begin * columns, end - begin, columns, rank);
+      kernel(from + begin * columns, ups + begin * rank, downs, to + begin * columns, end - begin, columns,
+             rank);
     });
     return true;
   };
@@ -63,15 +66,16 @@ bool MergeInOnePass(const at::Tensor& weight, const at::Tensor& up, const at::Te
     case at::kFloat:
       return rows(base.const_data_ptr<float>(), out.mutable_data_ptr<float>(), MergeFloatRows);
     case at::kBFloat16:
-      return rows(static_cast<const uint16_t*>(base.const_data_ptr()), static_cast<uint16_t*>(out.mutable_data_ptr()),
-                  MergeBFloat16Rows);
+      return rows(static_cast<const uint16_t*>(base.const_data_ptr()),
+                  static_cast<uint16_t*>(out.mutable_data_ptr()), MergeBFloat16Rows);
     default:
       return false;
   }
 }
 
-// weight + Σ up · down, a few rows at a time, so that memory is read once and written once.
-at::Tensor MergeLowRank(const at::Tensor& weight, const std::vector<Contribution>& shares) {
+// weight + Σ up · down, a few rows at a time, so that memory is read once and written once. Errors:
+// RESOURCE_EXHAUSTED OUT_OF_MEMORY.
+absl::StatusOr<at::Tensor> MergeLowRank(const at::Tensor& weight, const std::vector<Contribution>& shares) {
   std::vector<at::Tensor> ups, downs;
   for (const Contribution& c : shares) {
     ups.push_back(ScaledUp(c, *c.layer->low_rank()));
@@ -79,7 +83,11 @@ at::Tensor MergeLowRank(const at::Tensor& weight, const std::vector<Contribution
   }
   const at::Tensor up = ups.size() == 1 ? ups[0] : at::cat(ups, 1);
   const at::Tensor down = downs.size() == 1 ? downs[0] : at::cat(downs, 0);
-  at::Tensor result = at::empty(weight.sizes(), weight.options());
+  at::Tensor result = EmptyHostTensor(weight.sizes(), weight.options());
+  if (!result.defined()) {
+    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+                     absl::StrCat("no memory for a merged weight of ", weight.nbytes(), " bytes"));
+  }
   if (MergeInOnePass(weight, up, down, result)) return result;
   const at::Tensor from = weight.reshape({weight.size(0), -1}), to = result.view({weight.size(0), -1});
   const int64_t rows = std::min(from.size(0), std::max<int64_t>(1, kMergedAtATime / from.size(1)));
@@ -212,7 +220,7 @@ int64_t ColumnsWith(const PatchLayer& layer, at::IntArrayRef shape) {
 
 absl::StatusOr<Contributions> Collect(const PatchTarget& target, const std::vector<PatchSpec>& specs) {
   const ComponentLayout& layout = *target.layout;
-  const LayerResolver resolver(target);
+  const LayerResolver& resolver = target.resolver();
   Contributions by_slot;
   for (size_t s = 0; s < specs.size(); ++s) {
     const PatchSpec& spec = specs[s];
@@ -282,7 +290,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
     }
     const Weight& weight = base[Slot{index}];
     if (OnlyLowRank(weight, shares)) {
-      merged[static_cast<size_t>(index)] = {MergeLowRank(weight.data, shares)};
+      ASSIGN_OR_RETURN(merged[static_cast<size_t>(index)].data, MergeLowRank(weight.data, shares));
       continue;
     }
     at::Tensor sum = weight.To(at::kFloat);

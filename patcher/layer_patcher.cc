@@ -51,16 +51,13 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
   report.format = patch.format();
   report.weight = weight;
   report.layers_in_file = static_cast<int64_t>(patch.layers().size());
-  std::vector<LayerResolver> resolvers;
-  resolvers.reserve(targets.size());
-  for (const PatchTarget& target : targets) resolvers.emplace_back(target);
   int64_t matched = 0;
   std::set<std::string> unused;
   for (const auto& [path, factor] : blocks) unused.insert(path);
   for (const PatchLayer& layer : patch.layers()) {
     bool found = false;
     for (size_t t = 0; t < targets.size() && !found; ++t) {
-      const std::vector<LayerPart> parts = resolvers[t].Resolve(layer.name);
+      const std::vector<LayerPart> parts = targets[t].resolver().Resolve(layer.name);
       if (parts.empty()) continue;
       RETURN_IF_ERROR(CheckShapes(name, layer, parts, targets[t]));
       for (const LayerPart& part : parts) {

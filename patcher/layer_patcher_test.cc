@@ -161,8 +161,8 @@ TEST_F(LayerPatcherTest, AnInputGrowsByWhatThePatchBrings) {
   EXPECT_EQ(report->grown, (std::map<std::string, int64_t>{{"transformer.blocks.0.weight", 2 * kIn}}));
 }
 
-// Sizes that no block of the kernel divides, ranks that add up, and both types that it knows, against products of whole
-// matrices; in fp16 by another way.
+// Sizes that no block of the kernel divides, ranks that add up, and both types that it knows, against
+// products of whole matrices; in fp16 by another way.
 TEST_F(LayerPatcherTest, MergedInOnePassIsTheSumRoundedOnce) {
   for (const auto& [rows, columns] : {std::pair{1, 1}, {3, 255}, {4, 256}, {7, 519}, {64, 1030}}) {
     for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
@@ -170,14 +170,18 @@ TEST_F(LayerPatcherTest, MergedInOnePassIsTheSumRoundedOnce) {
       const Slot slot = one->Add("a.weight", {rows, columns});
       const at::Tensor weight = at::randn({rows, columns}).to(type);
       const WeightSet set(one, {{weight}});
-      const PatchTarget where = {
-          .component = "transformer", .layout = one, .key_maps = {}, .dotted_prefixes = {""}, .flat_prefixes = {}};
+      const PatchTarget where = {.component = "transformer",
+                                 .layout = one,
+                                 .key_maps = {},
+                                 .dotted_prefixes = {""},
+                                 .flat_prefixes = {}};
       at::Tensor expected = weight.to(at::kDouble);
       std::vector<PatchSpec> specs;
       for (const int64_t rank : {1, 5}) {
         const Tensors file = {{"a.lora_A.weight", at::randn({rank, columns})},
                               {"a.lora_B.weight", at::randn({rows, rank})}};
-        expected += 0.5 * file.at("a.lora_B.weight").to(at::kDouble).mm(file.at("a.lora_A.weight").to(at::kDouble));
+        expected +=
+            0.5 * file.at("a.lora_B.weight").to(at::kDouble).mm(file.at("a.lora_A.weight").to(at::kDouble));
         specs.push_back(Spec(file, 0.5, {}, rank == 1 ? "a" : "b"));
       }
       const auto overlay = LayerPatcher::Apply(set, where, std::move(specs), {.mode = PatchMode::kDirect});

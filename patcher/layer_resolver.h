@@ -3,6 +3,7 @@
 #define LATENTD_PATCHER_LAYER_RESOLVER_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,7 @@ struct LayerPart {
 
 // Names with dots are looked up as paths, in the canonical layout and through the key maps. Flattened names
 // cannot be turned back by replacing underscores; they are compared with the flattened names of all modules
-// that the component has. Immutable after construction.
+// that the component has. Immutable after construction; keeps nothing of the target but its layout.
 class LayerResolver {
  public:
   explicit LayerResolver(const PatchTarget& target);
@@ -33,8 +34,10 @@ class LayerResolver {
  private:
   std::vector<LayerPart> ResolvePath(absl::string_view path) const;
 
-  const PatchTarget& target_;
-  absl::flat_hash_map<std::string, std::string> flat_;  // flattened module → module path
+  std::shared_ptr<const ComponentLayout> layout_;
+  std::vector<const KeyMap*> key_maps_;
+  std::vector<std::string> dotted_prefixes_, flat_prefixes_;  // longest first
+  absl::flat_hash_map<std::string, std::string> flat_;        // flattened module → module path
 };
 
 }  // namespace latentd

@@ -1,7 +1,6 @@
 #include "patcher/merge_kernel.h"
 
-#include <algorithm>
-#include <bit>
+#include <cstring>
 
 #include "cache/kernel_targets.h"
 
@@ -10,56 +9,109 @@
 namespace latentd {
 namespace {
 
-// Sums of so many rows and columns at a time stay in the first cache, and what they need of `down` is read once for all
-// of the rows.
-constexpr int64_t kRows = 4, kColumns = 256;
+// As many floats as a register of an instruction set has; their bits; and their upper halves, a bfloat16
+// each.
+template <int kLanes>
+struct Lanes {
+  typedef float Floats __attribute__((vector_size(4 * kLanes)));
+  typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+};
 
-LATENTD_INLINE float ToFloat(float value) { return value; }
-LATENTD_INLINE float ToFloat(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
-
-LATENTD_INLINE void Store(float value, float* out) { *out = value; }
-LATENTD_INLINE void Store(float value, uint16_t* out) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
-  *out = static_cast<uint16_t>(value != value ? 0x7fc0U : rounded);
+template <int kLanes>
+LATENTD_INLINE void Load(const float* from, typename Lanes<kLanes>::Floats& value) {
+  std::memcpy(&value, from, sizeof(value));
+}
+template <int kLanes>
+LATENTD_INLINE void Load(const uint16_t* from, typename Lanes<kLanes>::Floats& value) {
+  typename Lanes<kLanes>::Halves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  const auto bits = __builtin_convertvector(halves, typename Lanes<kLanes>::Bits) << 16;
+  std::memcpy(&value, &bits, sizeof(value));
 }
 
-template <class T>
-LATENTD_INLINE void Merge(const T* weight, const float* up, const float* down, T* out, int64_t rows, int64_t columns,
-                          int64_t rank) {
-  float sums[kRows][kColumns];
-  for (int64_t row = 0; row < rows; row += kRows) {
-    const int64_t height = std::min(kRows, rows - row);
-    for (int64_t column = 0; column < columns; column += kColumns) {
-      const int64_t width = std::min(kColumns, columns - column);
-      for (int64_t r = 0; r < height; ++r) {
-        const T* from = weight + (row + r) * columns + column;
-        for (int64_t i = 0; i < width; ++i) sums[r][i] = ToFloat(from[i]);
-      }
-      for (int64_t k = 0; k < rank; ++k) {
-        const float* d = down + k * columns + column;
-        for (int64_t r = 0; r < height; ++r) {
-          const float u = up[(row + r) * rank + k];
-          for (int64_t i = 0; i < width; ++i) sums[r][i] += u * d[i];
-        }
-      }
-      for (int64_t r = 0; r < height; ++r) {
-        T* to = out + (row + r) * columns + column;
-        for (int64_t i = 0; i < width; ++i) Store(sums[r][i], to + i);
-      }
+template <int kLanes>
+LATENTD_INLINE void Store(const typename Lanes<kLanes>::Floats& value, float* to) {
+  std::memcpy(to, &value, sizeof(value));
+}
+template <int kLanes>
+LATENTD_INLINE void Store(const typename Lanes<kLanes>::Floats& value, uint16_t* to) {
+  typedef typename Lanes<kLanes>::Bits Bits;
+  Bits bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const Bits rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
+  const Bits result = value != value ? Bits{} + 0x7fc0U : rounded;  // not a number stays none
+  const auto halves = __builtin_convertvector(result, typename Lanes<kLanes>::Halves);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+
+// kRows · kColumns · kLanes numbers, whose sums are in registers until they are done.
+template <int kLanes, int kRows, int kColumns, class T>
+LATENTD_INLINE void MergeTile(const T* weight, const float* up, const float* down, T* out, int64_t columns,
+                              int64_t rank) {
+  typedef typename Lanes<kLanes>::Floats Floats;
+  Floats sums[kRows][kColumns];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c) Load<kLanes>(weight + r * columns + c * kLanes, sums[r][c]);
+  }
+  for (int64_t k = 0; k < rank; ++k) {
+    Floats d[kColumns];
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c) Load<kLanes>(down + k * columns + c * kLanes, d[c]);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const Floats u = Floats{} + up[r * rank + k];
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumns; ++c) sums[r][c] += u * d[c];
     }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c) Store<kLanes>(sums[r][c], out + r * columns + c * kLanes);
+  }
+}
+
+// All columns of kRows rows. A number's sum is the same in each kind of tile.
+template <int kLanes, int kRows, int kColumns, class T>
+LATENTD_INLINE void MergeRows(const T* weight, const float* up, const float* down, T* out, int64_t columns,
+                              int64_t rank) {
+  int64_t c = 0;
+  for (; c + kColumns * kLanes <= columns; c += kColumns * kLanes) {
+    MergeTile<kLanes, kRows, kColumns>(weight + c, up, down + c, out + c, columns, rank);
+  }
+  for (; c + kLanes <= columns; c += kLanes) {
+    MergeTile<kLanes, kRows, 1>(weight + c, up, down + c, out + c, columns, rank);
+  }
+  for (; c < columns; ++c) MergeTile<1, kRows, 1>(weight + c, up, down + c, out + c, columns, rank);
+}
+
+template <int kLanes, int kColumns, class T>
+LATENTD_INLINE void Merge(const T* weight, const float* up, const float* down, T* out, int64_t rows,
+                          int64_t columns, int64_t rank) {
+  constexpr int kRows = 4;
+  int64_t r = 0;
+  for (; r + kRows <= rows; r += kRows) {
+    MergeRows<kLanes, kRows, kColumns>(weight + r * columns, up + r * rank, down, out + r * columns, columns,
+                                       rank);
+  }
+  for (; r < rows; ++r) {
+    MergeRows<kLanes, 1, kColumns>(weight + r * columns, up + r * rank, down, out + r * columns, columns,
+                                   rank);
   }
 }
 
 template <class T>
 LATENTD_AVX512 void MergeAvx512(const T* weight, const float* up, const float* down, T* out, int64_t rows,
                                 int64_t columns, int64_t rank) {
-  Merge(weight, up, down, out, rows, columns, rank);
+  Merge<16, 4>(weight, up, down, out, rows, columns, rank);
 }
 template <class T>
-LATENTD_AVX2 void MergeAvx2(const T* weight, const float* up, const float* down, T* out, int64_t rows, int64_t columns,
-                            int64_t rank) {
-  Merge(weight, up, down, out, rows, columns, rank);
+LATENTD_AVX2 void MergeAvx2(const T* weight, const float* up, const float* down, T* out, int64_t rows,
+                            int64_t columns, int64_t rank) {
+  Merge<8, 2>(weight, up, down, out, rows, columns, rank);
 }
 
 template <class T>
@@ -71,19 +123,19 @@ void MergeBest(const T* weight, const float* up, const float* down, T* out, int6
     case InstructionSet::kAvx2:
       return MergeAvx2(weight, up, down, out, rows, columns, rank);
     case InstructionSet::kBaseline:
-      return Merge(weight, up, down, out, rows, columns, rank);
+      return Merge<4, 2>(weight, up, down, out, rows, columns, rank);
   }
 }
 
 }  // namespace
 
-void MergeFloatRows(const float* weight, const float* up, const float* down, float* out, int64_t rows, int64_t columns,
-                    int64_t rank) {
+void MergeFloatRows(const float* weight, const float* up, const float* down, float* out, int64_t rows,
+                    int64_t columns, int64_t rank) {
   MergeBest(weight, up, down, out, rows, columns, rank);
 }
 
-void MergeBFloat16Rows(const uint16_t* weight, const float* up, const float* down, uint16_t* out, int64_t rows,
-                       int64_t columns, int64_t rank) {
+void MergeBFloat16Rows(const uint16_t* weight, const float* up, const float* down, uint16_t* out,
+                       int64_t rows, int64_t columns, int64_t rank) {
   MergeBest(weight, up, down, out, rows, columns, rank);
 }
 

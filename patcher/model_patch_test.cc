@@ -27,6 +27,11 @@ Tensors With(Tensors tensors, const std::string& key, const at::Tensor& value) {
   return tensors;
 }
 
+// Pair() with what it leaves out.
+Tensors Sparse(const at::Tensor& places, const at::Tensor& values, const at::Tensor& size) {
+  return With(With(With(Pair(), "a.bias_indices", places), "a.bias_values", values), "a.bias_size", size);
+}
+
 absl::Status StatusOf(const Tensors& tensors) { return ModelPatch::FromTensors(tensors).status(); }
 
 const PatchLayer& Only(const std::shared_ptr<const ModelPatch>& patch) { return patch->layers().at(0); }
@@ -35,6 +40,22 @@ TEST(ModelPatchTest, TheScaleIsAlphaOverRankOrOne) {
   EXPECT_EQ(Only(*ModelPatch::FromTensors(Pair())).low_rank()->scale, 1);
   EXPECT_EQ(Only(*ModelPatch::FromTensors(With(Pair(), "a.alpha", at::scalar_tensor(1)))).low_rank()->scale,
             0.5);
+}
+
+TEST(ModelPatchTest, SparseBiasIsPartOfTheWeightsDifference) {
+  const auto patch =
+      ModelPatch::FromTensors(With(Sparse(at::tensor({5, 7}, at::kShort).reshape({2, 1}),
+                                          at::tensor({4.0F}).to(at::kHalf), at::tensor({6, 8}, at::kShort)),
+                                   "a.alpha", at::scalar_tensor(1)));
+  ASSERT_TRUE(patch.ok()) << patch.status();
+  const PatchLayer& layer = Only(*patch);
+  EXPECT_EQ(layer.type, "LoRA+sparse");
+  EXPECT_EQ(layer.low_rank(), nullptr);  // it cannot be computed beside the weight
+  EXPECT_FALSE(layer.bias.defined());
+  EXPECT_EQ(layer.bytes(), (16 + 12) * 4 + 2 * 2 + 2);
+  const at::Tensor delta = layer.Delta({6, 8}, {});  // alpha / rank is 1/2
+  EXPECT_EQ(delta[5][7].item<float>(), 0.5F * (2 + 4));
+  EXPECT_EQ(delta.sum().item<float>(), 0.5F * (2 * 48 + 4));
 }
 
 TEST(ModelPatchTest, TwoFullKroneckerFactorsIgnoreAlpha) {
@@ -141,6 +162,20 @@ TEST(ModelPatchTest, LayersThatAreNotWholeAreRefused) {
       With(With(Pair(), "a.diff_b", at::ones({6})), "a.lora_B.bias", at::ones({6})),
       With(With(Pair(), "a.dora_scale", at::ones({6, 1})), "a.lora_magnitude_vector", at::ones({6})),
       With(Pair(), "a.lora_A.default.weight", at::ones({2, 8})),
+      // Pair() is a [6, 8].
+      With(Pair(), "a.bias_indices", at::zeros({2, 1}, at::kShort)),
+      Sparse(at::zeros({2, 1}, at::kShort), at::ones({1}), at::tensor({6, 7}, at::kShort)),
+      Sparse(at::zeros({2, 1}, at::kShort), at::ones({1}), at::tensor({6, 8, 1}, at::kShort)),
+      Sparse(at::zeros({2, 1}, at::kShort), at::ones({1}), at::tensor({6.0, 8.0})),
+      Sparse(at::zeros({2, 1}, at::kShort), at::ones({2}), at::tensor({6, 8}, at::kShort)),
+      Sparse(at::zeros({2, 1}), at::ones({1}), at::tensor({6, 8}, at::kShort)),
+      Sparse(at::full({2, 1}, 6, at::kShort), at::ones({1}), at::tensor({6, 8}, at::kShort)),
+      Sparse(at::full({2, 1}, -1, at::kShort), at::ones({1}), at::tensor({6, 8}, at::kShort)),
+      Sparse(at::zeros({2, 1}, at::kShort), at::full({1}, NAN), at::tensor({6, 8}, at::kShort)),
+      {{"a.diff", at::ones({6, 8})},
+       {"a.bias_indices", at::zeros({2, 1}, at::kShort)},
+       {"a.bias_values", at::ones({1})},
+       {"a.bias_size", at::tensor({6, 8}, at::kShort)}},
   };
   for (size_t i = 0; i < files.size(); ++i) {
     const absl::Status status = StatusOf(files[i]);

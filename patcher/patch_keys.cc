@@ -32,6 +32,9 @@ constexpr Suffix kSuffixes[] = {
     {".lora.up.weight", PatchKey::kUp},
     {".lora_mid.weight", PatchKey::kMid},
     {".lora_B.bias", PatchKey::kUpBias},
+    {".bias_indices", PatchKey::kSparseIndices},
+    {".bias_values", PatchKey::kSparseValues},
+    {".bias_size", PatchKey::kSparseSize},
     {".alpha", PatchKey::kAlpha},
     {".dora_scale", PatchKey::kDoraScale},
     {".lora_magnitude_vector", PatchKey::kMagnitude},
@@ -143,6 +146,12 @@ class Parts {
     return tensor;
   }
 
+  absl::StatusOr<at::Tensor> Integers(PatchKey kind, absl::string_view what) const {
+    ASSIGN_OR_RETURN(at::Tensor tensor, read_(keys_.by_kind.at(kind)));
+    if (at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false)) return tensor;
+    return InvalidLayer(name_, absl::StrCat(what, " is not of whole numbers"));
+  }
+
   absl::StatusOr<double> Number(PatchKey kind, absl::string_view what) const {
     ASSIGN_OR_RETURN(const at::Tensor tensor, read_(keys_.by_kind.at(kind)));
     if (tensor.numel() != 1) return InvalidLayer(name_, absl::StrCat(what, " is no scalar"));
@@ -167,6 +176,17 @@ absl::StatusOr<LowRank> MakeLowRank(const std::string& name, const Parts& parts)
   GET_PART(layer.up, kUp);
   GET_PART(layer.mid, kMid);
   return layer;
+}
+
+absl::StatusOr<SparseLowRank> MakeSparse(const std::string& name, const Parts& parts, LowRank low_rank) {
+  for (PatchKey kind : {PatchKey::kSparseIndices, PatchKey::kSparseValues, PatchKey::kSparseSize}) {
+    if (!parts.has(kind)) return InvalidLayer(name, "lacks one of bias_indices, bias_values and bias_size");
+  }
+  ASSIGN_OR_RETURN(const at::Tensor size, parts.Integers(PatchKey::kSparseSize, "bias_size"));
+  ASSIGN_OR_RETURN(const at::Tensor places, parts.Integers(PatchKey::kSparseIndices, "bias_indices"));
+  GET_PART(const at::Tensor values, kSparseValues);
+  if (size.dim() != 1 || size.numel() != 2) return InvalidLayer(name, "bias_size is not that of a matrix");
+  return SparseLowRank{std::move(low_rank), places, values, size[0].item<int64_t>(), size[1].item<int64_t>()};
 }
 
 absl::StatusOr<Hadamard> MakeHadamard(const std::string& name, const Parts& parts) {
@@ -239,6 +259,7 @@ absl::Status SetScale(PatchLayer& layer, double alpha, bool has_alpha) {
     return absl::OkStatus();
   };
   if (auto* m = std::get_if<LowRank>(&layer.math)) return set(*m);
+  if (auto* m = std::get_if<SparseLowRank>(&layer.math)) return set(m->low_rank);
   if (auto* m = std::get_if<Hadamard>(&layer.math)) return set(*m);
   if (auto* m = std::get_if<Kronecker>(&layer.math)) return set(*m);
   if (auto* m = std::get_if<Glora>(&layer.math)) return set(*m);
@@ -391,6 +412,7 @@ std::string LayerType(const LayerKeys& keys, const NamedShapes& tensors) {
                  ? "BOFT"
                  : "OFT";
   }
+  if (keys.has(PatchKey::kSparseIndices)) type += "+sparse";
   if (keys.has(PatchKey::kDoraScale) || keys.has(PatchKey::kMagnitude)) type += "+DoRA";
   if (bias) type += "+bias";
   if (bias_diff) type += "+bias diff";
@@ -403,6 +425,10 @@ absl::StatusOr<PatchLayer> MakeLayer(
   const Parts parts(name, keys, read);
   const std::vector<Formula> formulas = FormulasOf(keys);
   if (formulas.size() > 1) return InvalidLayer(name, "mixes the tensors of two layer types");
+  const bool sparse = HasAny(keys, PatchKey::kSparseIndices, PatchKey::kSparseSize);
+  if (sparse && (formulas.empty() || formulas[0] != Formula::kLowRank)) {
+    return InvalidLayer(name, "has bias_indices, bias_values or bias_size beside what is no low-rank part");
+  }
   PatchLayer layer;
   layer.name = name;
   layer.type = LayerType(keys, tensors);
@@ -415,7 +441,12 @@ absl::StatusOr<PatchLayer> MakeLayer(
     case Formula::kNone:
       break;
     case Formula::kLowRank: {
-      ASSIGN_OR_RETURN(layer.math, MakeLowRank(name, parts));
+      ASSIGN_OR_RETURN(LowRank low_rank, MakeLowRank(name, parts));
+      if (!sparse) {
+        layer.math = std::move(low_rank);
+        break;
+      }
+      ASSIGN_OR_RETURN(layer.math, MakeSparse(name, parts, std::move(low_rank)));
       break;
     }
     case Formula::kHadamard: {

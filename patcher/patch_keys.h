@@ -27,6 +27,9 @@ enum class PatchKey {
   kDoraScale,
   kMagnitude,
   kUpBias,
+  kSparseIndices,
+  kSparseValues,
+  kSparseSize,
   kDiff,
   kDiffBias,
   kNormWeight,
@@ -81,8 +84,8 @@ struct PatchKeys {
 };
 
 // "LoRA", "LoCon", "LoCon-Tucker", "LoHa", "LoKr", "full diff", "norm", "set scale", "IA3", "GLoRA", "OFT",
-// "BOFT", each of the low-rank ones with "+DoRA", "+bias" (its own) or "+bias diff"; "bias diff only". Empty
-// for an alpha alone.
+// "BOFT", each of the low-rank ones with "+sparse", "+DoRA", "+bias" (its own) or "+bias diff"; "bias diff
+// only". Empty for an alpha alone.
 std::string LayerType(const LayerKeys& keys, const NamedShapes& tensors);
 
 // Makes a layer of its tensors and checks it. `read` gives a tensor by its key in the file. Errors:

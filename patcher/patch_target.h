@@ -3,6 +3,7 @@
 #define LATENTD_PATCHER_PATCH_TARGET_H_
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,21 @@
 #include "cache/key_map.h"
 
 namespace latentd {
+
+class LayerResolver;
+struct PatchTarget;
+
+// The tables of names of a target, made by the first who asks. Thread-safe.
+class LazyResolver {
+ public:
+  LazyResolver();
+  ~LazyResolver();
+  const LayerResolver& Get(const PatchTarget& target);
+
+ private:
+  std::once_flag once_;
+  std::unique_ptr<const LayerResolver> resolver_;
+};
 
 // Filled in by the family; data only. Key maps live as long as the program.
 struct PatchTarget {
@@ -28,6 +44,13 @@ struct PatchTarget {
 
   // What stands before a module path whose dots became underscores ("lora_unet_", "lora_te1_").
   std::vector<std::string> flat_prefixes;
+
+  // Which tensors a layer's name means. Made once for the target and its copies: from the first call on, the
+  // fields above stay as they are.
+  const LayerResolver& resolver() const { return lazy_resolver->Get(*this); }
+
+  // Only for resolver().
+  std::shared_ptr<LazyResolver> lazy_resolver = std::make_shared<LazyResolver>();
 };
 
 }  // namespace latentd

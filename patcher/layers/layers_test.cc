@@ -65,6 +65,25 @@ TEST_F(LayersTest, ATuckerCoreHasTheKernel) {
   });
 }
 
+TEST_F(LayersTest, WhatALowRankLayerLeavesOutIsAddedAtItsPlaces) {
+  SparseLowRank layer;
+  layer.low_rank = {at::randn({kRank, kIn, kSide, kSide}), at::randn({kOut, kRank, 1, 1}), {}, 0.5};
+  layer.rows = kOut;
+  layer.columns = kIn * kSide * kSide;
+  layer.places = at::tensor({0, 5, 5, 35, 0, 13}, at::kShort).reshape({2, 3});
+  layer.values = at::tensor({3.0F, -2.0F, 7.0F}).to(at::kHalf);
+  Check(layer, {}, [&](int64_t o, int64_t i, int64_t y, int64_t x) {
+    float sum = 0;
+    for (int64_t r = 0; r < kRank; ++r)
+      sum += At(layer.low_rank.up, {o, r}) * At(layer.low_rank.down, {r, i, y, x});
+    const int64_t column = (i * kSide + y) * kSide + x;
+    if (o == 0 && column == 35) sum += 3;
+    if (o == 5 && column == 0) sum -= 2;
+    if (o == 5 && column == 13) sum += 7;
+    return sum * 0.5F;
+  });
+}
+
 TEST_F(LayersTest, LohaWithCores) {
   const Hadamard layer{at::randn({kRank, kOut}),
                        at::randn({kRank, kOut}),

@@ -17,12 +17,13 @@
 #include "patcher/layers/low_rank.h"
 #include "patcher/layers/oft.h"
 #include "patcher/layers/replacement.h"
+#include "patcher/layers/sparse_low_rank.h"
 
 namespace latentd {
 
 // std::monostate: the layer changes a bias alone.
-using LayerMath = std::variant<std::monostate, LowRank, Hadamard, Kronecker, Difference, Replacement, Dora,
-                               Ia3, Glora, Oft, Boft>;
+using LayerMath = std::variant<std::monostate, LowRank, SparseLowRank, Hadamard, Kronecker, Difference,
+                               Replacement, Dora, Ia3, Glora, Oft, Boft>;
 
 struct PatchLayer {
   std::string name;  // module path as in the file, suffix taken off

@@ -42,7 +42,7 @@ def pair(name, rows, columns, rank=4, kernel=()):
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sd")
     (folder / "loras").mkdir()
     save_file(pair(KOHYA, 16, 16), folder / "loras/unet.safetensors")
@@ -51,6 +51,11 @@ def daemon(tmp_path_factory):
     save_file({**pair("lora_te1_text_model_encoder_layers_0_mlp_fc1", 40, 24),
                **pair("lora_te2_text_model_encoder_layers_0_mlp_fc1", 56, 40),
                **pair("lora_unet_input_blocks_4_1_proj_in", 32, 32)}, folder / "loras/sdxl.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def daemon(folder):
     daemon = Daemon(folder, "--model-roots", str(GOLDENS), "--lora-roots", str(folder / "loras"),
                     "--devices", "sim:0=256MiB")
     yield daemon
@@ -116,6 +121,22 @@ def test_loras_on_every_component(daemon):
             assert result.sha256 != plain[model]
         assert draw(daemon, model).sha256 == plain[model]
     daemon.expect_all_released()
+
+
+def test_streamed_networks_draw_the_same_bytes(daemon, folder):
+    init = denoise_pb2.InitImage(data=png(3), strength=0.7)
+    (folder / "streamed").mkdir()
+    streamed = Daemon(folder / "streamed", "--model-roots", str(GOLDENS), "--lora-roots", str(folder / "loras"),
+                      "--devices", "sim:0=256MiB", "--residency", "stream")
+    for model, loras in (("tiny-sd15", ["unet", "locon", "te"]), ("tiny-sdxl", ["sdxl"]), ("tiny-refiner", [])):
+        for mode in (DIRECT, SIDECAR) if loras else (0,):
+            results = [draw(d, model, *loras, mode=mode, init_image=init) for d in (daemon, streamed)]
+            assert results[0].sha256 == results[1].sha256, (model, mode)
+            for component in {p.component for p in results[1].done.phases}:
+                phase = next(p for p in results[1].done.phases if p.component == component)
+                assert phase.resident_bytes < phase.full_bytes, (model, component)
+    streamed.expect_all_released()
+    assert streamed.stop() == 0
 
 
 def test_the_refiner_takes_over(daemon):
