@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "ATen/ATen.h"
+#include "cache/host_tensor.h"
 #include "patcher/model_patch.h"
 
 namespace latentd::bench {
@@ -117,7 +118,9 @@ Elapsed BenchModel::CopyWeights() const {
   const Stopwatch watch;
   for (size_t i = 0; i < weights.layout().tensors().size(); ++i) {
     const at::Tensor& weight = weights[Slot{static_cast<int32_t>(i)}].data;
-    if (weight.dim() == 2) copies.push_back(weight.clone());
+    if (weight.dim() != 2) continue;
+    copies.push_back(EmptyHostTensor(weight.sizes(), weight.options()));
+    copies.back().copy_(weight);
   }
   return watch.elapsed();
 }

@@ -88,7 +88,8 @@ class BenchModel {
   Elapsed SwitchLoras(const std::vector<std::string>& files, PatchMode mode, bool keep_merged);
   void DropLoras();
 
-  // Copies all linear weights of the denoiser to new memory, once: what merging cannot do without.
+  // Copies all linear weights of the denoiser to new memory of the kind that merged ones get, once: what merging cannot
+  // do without.
   Elapsed CopyWeights() const;
 
   // Moves the denoiser to a pretended device whose copies have that bandwidth (bytes per second): all of it, or

@@ -5,24 +5,27 @@
 //
 // Each command is answered by one line of JSON. Times are wall-clock milliseconds where nothing else is said.
 //
+// clang-format off
 //   threads N                         of all that follows
 //   open KEY FOLDER INPUTS            loads a model
 //   begin KEY SIDE STEPS              starts a run with the LoRA that is set
 //   step KEY COUNT                    → {"wall": [one per step], "cpu": [the same]}
 //   latents KEY                       → {"latents": [...]}
-//   lora KEY MODE COUNT SET…          takes one set after the other, COUNT times → the same, one per change.
-//   A set
-//                                     is files joined by '+'; mode sidecar, direct (merged anew each time) or
-//                                     merged (kept in the cache)
+//   lora KEY MODE COUNT SET…          takes one set after the other, COUNT times → the same, one per change. A set is
+//                                     files joined by '+'; mode sidecar, direct (merged anew each time) or merged
+//                                     (kept in the cache)
 //   copy-weights KEY COUNT            copies all linear weights to new memory, COUNT times → the same
 //   no-lora KEY
-//   to-device KEY resident|streamed BANDWIDTH   → {"bytes": that each pass copies}; see
-//   BenchModel::MoveToDevice close KEY open-unet KEY FOLDER, open-vae KEY FOLDER   loads a network alone; see
-//   network_bench.h inputs KEY FILE                   what its calls take call KEY COUNT                    →
-//   {"wall": [one per call], "cpu": [the same]} result KEY FILE                   writes what the last call
-//   gave, as plain fp32 peak                              → {"bytes": the most that were ever resident} load
-//   FOLDER                       → {"load": ms, "mmap": ms, "pread": ms, "bytes": n} noop ADDRESS STEPS →
-//   {"ms": of the whole call}
+//   to-device KEY resident|streamed BANDWIDTH   → {"bytes": that each pass copies}; see BenchModel::MoveToDevice
+//   close KEY
+//   open-unet KEY FOLDER, open-vae KEY FOLDER   loads a network alone; see network_bench.h
+//   inputs KEY FILE                   what its calls take
+//   call KEY COUNT                    → {"wall": [one per call], "cpu": [the same]}
+//   result KEY FILE                   writes what the last call gave, as plain fp32
+//   peak                              → {"bytes": the most that were ever resident}
+//   load FOLDER                       → {"load": ms, "mmap": ms, "pread": ms, "bytes": n}
+//   noop ADDRESS STEPS                → {"ms": of the whole call}
+// clang-format on
 #include <cstdio>
 #include <iostream>
 #include <map>
