@@ -40,11 +40,15 @@ at::ScalarType MergedType(const at::Tensor& weight) {
 // Numbers that are merged at a time: in fp32, they and their factors stay in a processor's own cache.
 constexpr int64_t kMergedAtATime = 1 << 17;
 
+// Numbers in a row of a weight.
+int64_t RowNumbers(at::IntArrayRef shape) {
+  return shape.empty() ? 1 : c10::multiply_integers(shape.slice(1));
+}
+
 // Plain low-rank layers as wide as the weight, and nothing else.
-bool OnlyLowRank(const Weight& weight, const std::vector<Contribution>& shares) {
-  return HasDirectPath(weight.form) && absl::c_all_of(shares, [&](const Contribution& c) {
-           return !c.bias && c.layer->low_rank() != nullptr &&
-                  c.layer->extent().columns == Columns(weight.data);
+bool OnlyLowRank(at::IntArrayRef shape, StorageForm form, const std::vector<Contribution>& shares) {
+  return HasDirectPath(form) && absl::c_all_of(shares, [&](const Contribution& c) {
+           return !c.bias && c.layer->low_rank() != nullptr && c.layer->extent().columns == RowNumbers(shape);
          });
 }
 
@@ -278,6 +282,32 @@ int64_t MergedBytes(const WeightSet& base, const Contributions& contributions) {
   return bytes;
 }
 
+int64_t MergeScratchBytes(const ComponentLayout& layout, const Contributions& contributions,
+                          const std::function<StorageForm(Slot)>& form) {
+  int64_t most = 0;
+  for (const auto& [index, shares] : contributions) {
+    const std::vector<int64_t>& shape = layout[Slot{index}].shape;
+    if (OnlyLowRank(shape, form(Slot{index}), shares)) continue;
+    const int64_t columns = shares.front().bias ? 1 : ColumnsOf(shape, shares);
+    int64_t numbers = shape[0] * columns;  // the sum
+    int64_t making = 0;                    // what one formula takes for itself
+    for (const Contribution& c : shares) {
+      if (c.bias || !c.layer->has_weight()) continue;
+      if (const LowRank* low_rank = c.layer->low_rank()) {
+        making = std::max(making, low_rank->rank() * (shape[0] + columns));
+        continue;
+      }
+      int64_t rows = 0;  // a fused layer's difference is made whole, and kept for its other parts
+      for (const LayerPart& part : *c.parts) rows = std::max(rows, part.row_begin + part.rows);
+      numbers += rows * columns;
+      // The weight itself or the product of one factor, and a term on its way to the sum.
+      making = std::max(making, 2 * rows * columns);
+    }
+    most = std::max(most, numbers + making);
+  }
+  return most * static_cast<int64_t>(sizeof(float));
+}
+
 absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
                                                        const Contributions& contributions,
                                                        const std::function<bool()>& cancelled) {
@@ -289,7 +319,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
       return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while patches were merged");
     }
     const Weight& weight = base[Slot{index}];
-    if (OnlyLowRank(weight, shares)) {
+    if (OnlyLowRank(weight.data.sizes(), weight.form, shares)) {
       ASSIGN_OR_RETURN(merged[static_cast<size_t>(index)].data, MergeLowRank(weight.data, shares));
       continue;
     }

@@ -68,6 +68,11 @@ SplitContributions Split(const ComponentLayout& layout, Contributions contributi
 // Bytes of the tensors that Merge makes.
 int64_t MergedBytes(const WeightSet& base, const Contributions& contributions);
 
+// Bytes that Merge takes beside its result while it works: sums and differences in fp32, by the shapes of the
+// tensor that takes most. None for tensors that meet plain low-rank layers alone.
+int64_t MergeScratchBytes(const ComponentLayout& layout, const Contributions& contributions,
+                          const std::function<StorageForm(Slot)>& form);
+
 // A set of the patched weights alone, in host memory. Errors: CANCELLED when `cancelled` says so (asked for
 // each tensor); those of WeightSet::Check.
 absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,

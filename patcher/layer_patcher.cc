@@ -111,6 +111,7 @@ absl::StatusOr<LayerPatcher::OverlaySize> LayerPatcher::OverlayBytes(
     bytes += numbers * bytes_per_number;
   }
   return OverlaySize{.merged = static_cast<int64_t>(bytes),
+                     .merging = MergeScratchBytes(layout, direct, [&](Slot) { return form; }),
                      .beside = SidecarBytes(layout, beside, options.compute)};
 }
 
@@ -125,14 +126,17 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
         return s.weight == 0 || static_cast<bool>(s.handle);
       });
   const int64_t bytes = MergedBytes(weights, contributions);
+  const int64_t scratch =
+      MergeScratchBytes(weights.layout(), contributions, [&](Slot slot) { return weights[slot].form; });
   if (!cacheable) {
     if (device != nullptr) {
       ASSIGN_OR_RETURN(overlay.reservation_,
-                       device->budget().Reserve(Ask(bytes, MemoryUse::kMerged, target, options)));
+                       device->budget().Reserve(Ask(bytes + scratch, MemoryUse::kMerged, target, options)));
     }
     ASSIGN_OR_RETURN(overlay.merged_on_host_,
                      Merge(weights, contributions, [&] { return options.stop.stop_requested(); }));
     overlay.merged_ = overlay.merged_on_host_;
+    overlay.reservation_.ShrinkTo(bytes);
     if (elsewhere) {
       ASSIGN_OR_RETURN(auto copy,
                        overlay.merged_on_host_->CopyTo(*device, options.resident, nullptr, options.stop));
@@ -142,7 +146,7 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
   }
 
   Loader loader{.kind = "merged",
-                .estimated_bytes = bytes,
+                .estimated_bytes = bytes + scratch,  // the cache gives back what the record does not take
                 .load = [&](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
                   return Merge(weights, contributions, [&] { return context.cancelled(); });
                 },

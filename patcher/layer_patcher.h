@@ -96,8 +96,9 @@ class LayerPatcher {
   // What Apply would take, without doing it, where `bytes_per_number` and `form` are those of the component's
   // weights.
   struct OverlaySize {
-    int64_t merged = 0;  // bytes of merged weights
-    int64_t beside = 0;  // bytes of what is computed beside them
+    int64_t merged = 0;   // bytes of merged weights
+    int64_t merging = 0;  // bytes that merging them takes for a while, beside them
+    int64_t beside = 0;   // bytes of what is computed beside them
   };
   static absl::StatusOr<OverlaySize> OverlayBytes(const ComponentLayout& layout, double bytes_per_number,
                                                   StorageForm form, const PatchTarget& target,

@@ -228,6 +228,25 @@ TEST_F(LayerPatcherTest, EightBitFloatsAreNotMergedInto) {
                         value.index_select(0, at::tensor({4, 0, 4}, at::kLong))));
 }
 
+// What merging takes for a while is promised, too: a budget that holds the result alone is refused.
+TEST_F(LayerPatcherTest, MergingAsksForItsScratchMemory) {
+  const Tensors difference = {{"blocks.0.diff", at::randn({kOut, kIn})}};
+  const int64_t merged = kOut * kIn * static_cast<int64_t>(sizeof(float));
+  for (const auto& [file, scratch] : {std::pair{difference, 4 * merged}, {Pair("blocks.0"), int64_t{0}}}) {
+    for (const int64_t missing : {1, 0}) {
+      RamBudget ram(merged + scratch - missing);
+      CpuDevice device(&ram);
+      std::vector<PatchSpec> specs;
+      specs.push_back(Spec(file));
+      const auto overlay = LayerPatcher::Apply(
+          *base, target, std::move(specs), {.mode = PatchMode::kDirect, .device = &device, .owner = "test"});
+      EXPECT_EQ(overlay.ok(), missing == 0) << overlay.status();
+      if (!overlay.ok()) continue;
+      EXPECT_EQ((*overlay)->bytes(), merged);
+    }
+  }
+}
+
 TEST_F(LayerPatcherTest, OnlyWhatMayGrowGrows) {
   for (const Tensors& file : {Pair("blocks.1", 2 * kIn),     // another weight
                               Pair("blocks.0", kIn - 1),     // narrower

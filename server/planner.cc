@@ -367,6 +367,7 @@ class Planner {
   struct Overlay {
     std::string record;  // empty = none
     int64_t record_bytes = 0;
+    int64_t merging_bytes = 0;  // while the record is made
     bool record_first = false;  // applied before it is known which blocks are resident: copied in full
     int64_t beside_bytes = 0;
   };
@@ -410,7 +411,14 @@ class Planner {
     }
     const std::string what = absl::StrCat("working memory of ", name);
     const Overlay overlay = OverlayOf(component, request.key);
-    if (!overlay.record.empty() && !ram_.Lock(overlay.record, "merged", overlay.record_bytes)) return false;
+    if (!overlay.record.empty()) {
+      const int64_t merging = ram_.Has(overlay.record) ? 0 : overlay.merging_bytes;
+      if (!ram_.Promise(merging, "merging of patches") ||
+          !ram_.Lock(overlay.record, "merged", overlay.record_bytes)) {
+        return false;
+      }
+      ram_.GiveBack(merging);
+    }
     if (it == devices_.end()) {
       if (!ram_.Promise(overlay.beside_bytes, "patches") || !ram_.Promise(working, what)) return false;
       ram_.GiveBack(working + overlay.beside_bytes);
@@ -504,6 +512,7 @@ class Planner {
                                                  *component.patch_target, specs, {.mode = mode_})
                           .value_or(LayerPatcher::OverlaySize{});
     overlay.record_bytes = size.merged;
+    overlay.merging_bytes = size.merging;
     overlay.beside_bytes = size.beside;
     // A file holds its matrices in half the type's width, as a rule; merged, they touch the whole component.
     if (!all_read && direct) overlay.record_bytes = component.files->tensor_bytes();
