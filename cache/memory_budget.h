@@ -47,7 +47,7 @@ class MemoryBudget;
 // What bytes are for. Of the first four, records of the cache are made; the rest belongs to running work.
 enum class MemoryUse {
   kWeights,       // components of models
-  kPatches,       // parsed LoRAs
+  kPatches,       // parsed LoRAs and textual inversions
   kMerged,        // weights with patches merged into them, and what patches add beside weights
   kConditioning,  // encoded prompts
   kStaging,       // buffers of copies to a device: rings, pinned memory

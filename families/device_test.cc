@@ -17,6 +17,7 @@
 #include "families/sd/unet.h"
 #include "families/sd15/sd15_pipeline.h"
 #include "families/text/clip_text_model.h"
+#include "families/text/embedding_triggers.h"
 #include "families/text/t5_encoder.h"
 #include "families/vae/autoencoder_kl.h"
 #include "gmock/gmock.h"
@@ -221,6 +222,11 @@ TEST_P(DeviceTest, TextEncoders) {
     const ClipTextModel::Output output = clip(clip_view, {1, 5, 9, 0});
     ExpectOnMeta(output.hidden, {1, 4, 32});
     ExpectOnMeta(output.pooled, {1, 32});
+    EXPECT_THAT(watch.mixed(), IsEmpty());
+  }
+  {
+    const DeviceWatch watch;
+    ExpectOnMeta(clip(clip_view, {1, kFirstRowId + 1, kFirstRowId, 9}, {}, {}, at::zeros({2, 32})).hidden, {1, 4, 32});
     EXPECT_THAT(watch.mixed(), IsEmpty());
   }
   for (const bool gated : {false, true}) {

@@ -29,6 +29,8 @@
 
 namespace latentd {
 
+struct TextEmbeddingShape;  // families/text/text_embedding.h
+
 // One part of a model with weights, described but not loaded.
 struct Component {
   std::string name;  // "transformer", "text_encoder", "text_encoder_2", "vae"
@@ -74,6 +76,12 @@ struct PhaseOptions {
   int64_t tile = 0;  // the VAE's, pixels of a tile's side; 0: the whole picture at once
 };
 
+// One of a request's prompts.
+struct PromptField {
+  absl::string_view field;  // "params.prompt"
+  absl::string_view text;
+};
+
 class Pipeline {
  public:
   virtual ~Pipeline() = default;
@@ -85,6 +93,16 @@ class Pipeline {
 
   // Checks every field and fills in defaults. Errors: INVALID_ARGUMENT INVALID_FIELD naming the field.
   virtual absl::Status Validate(GenerateParams& params) const = 0;
+
+  // Prompts that may name textual inversions (families/text/embedding_triggers.h), for whoever sets
+  // params.embeddings before Validate. None: the model takes none, and what looks like a name is text.
+  // `params` need not have passed Validate; the result lives as long as they do.
+  virtual std::vector<PromptField> EmbeddingPrompts(const GenerateParams& params) const { return {}; }
+  // Whether a textual inversion is for this model's text encoders. Errors: FAILED_PRECONDITION
+  // EMBEDDING_MISMATCH.
+  virtual absl::Status CheckEmbedding(const std::string& name, const TextEmbeddingShape& shape) const {
+    return absl::OkStatus();
+  }
 
   // The text encoders this generation needs, in order; Encode is called once for each.
   virtual std::vector<std::string> EncoderComponents(const GenerateParams& params) const = 0;

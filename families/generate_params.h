@@ -3,6 +3,9 @@
 #define LATENTD_FAMILIES_GENERATE_PARAMS_H_
 
 #include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -23,6 +26,18 @@ struct DenoiseTiles {
 };
 
 // Field names in errors are those of latentd.v1.GenerateParams in proto/: "params.width".
+
+class TextEmbedding;  // families/text/text_embedding.h
+
+// A textual inversion that the prompts name.
+struct PromptEmbedding {
+  std::string name;    // as it is served
+  std::string id;      // stands for the file as it is
+  int64_t tokens = 0;  // that it takes in a prompt
+  // While prompts are encoded; whoever sets it holds the record. Null before and after, and in a plan.
+  std::shared_ptr<const TextEmbedding> vectors;
+};
+
 struct GenerateParams {
   std::string prompt;
   std::optional<std::string> negative_prompt;
@@ -85,6 +100,10 @@ struct GenerateParams {
   // were not read. Not the client's.
   static constexpr int64_t kUnknownInputs = -1;
   int64_t grown_inputs = 0;
+
+  // What the prompts name, and by which names ("cat" and "pets/cat" may be one). Not the client's.
+  std::vector<PromptEmbedding> embeddings;
+  std::map<std::string, size_t, std::less<>> embedding_names;  // → index into embeddings
 
   bool has_pictures() const { return init_image.defined() || control_image.defined(); }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <set>
 
 #include "absl/strings/match.h"
@@ -105,7 +106,51 @@ absl::Status LoraNotFound(const std::string& name) {
                    {{"resource_type", "lora"}, {"resource_name", name}, {"field", "loras.name"}});
 }
 
+// NAME.safetensors below the first of the roots that has it. Its id is `kind`, the name and the signature.
+template <typename File>
+std::optional<File> FindFile(const std::vector<std::string>& roots, absl::string_view kind,
+                             const std::string& name) {
+  if (!IsValidName(name)) return std::nullopt;
+  std::error_code ec;
+  for (const std::string& root : roots) {
+    const fs::path path = Below(root, absl::StrCat(name, kWeightFile));
+    if (path.empty() || !fs::is_regular_file(path, ec)) continue;
+    return File{name, absl::StrCat(kind, "/", name, "@", Signature({path})),
+                static_cast<int64_t>(fs::file_size(path, ec)), path.string()};
+  }
+  return std::nullopt;
+}
+
+// Names of all .safetensors files below the roots, sorted; not all of them need be found.
+std::vector<std::string> FileNames(const std::vector<std::string>& roots) {
+  std::set<std::string> names;
+  for (const std::string& root : roots) {
+    Walk(root, [&](const fs::path&, const std::string& relative) {
+      const std::string name(absl::StripSuffix(relative, kWeightFile));
+      if (name.size() < relative.size() && IsValidName(name)) names.insert(name);
+      return false;
+    });
+  }
+  return {names.begin(), names.end()};
+}
+
+template <typename File>
+std::vector<File> AllFiles(const std::vector<std::string>& roots, absl::string_view kind) {
+  std::vector<File> files;
+  for (const std::string& name : FileNames(roots)) {
+    if (auto file = FindFile<File>(roots, kind, name)) files.push_back(*std::move(file));
+  }
+  return files;
+}
+
 }  // namespace
+
+absl::Status EmbeddingNotFound(const std::string& name) {
+  return MakeError(
+      absl::StatusCode::kNotFound, "EMBEDDING_NOT_FOUND",
+      absl::StrCat("no embedding named '", name.substr(0, 128), "'; ListEmbeddings shows what there is"),
+      {{"resource_type", "embedding"}, {"resource_name", name.substr(0, 128)}, {"field", "name"}});
+}
 
 const Component& OpenModel::component(const std::string& component_name) const {
   const auto& components = pipeline->components();
@@ -137,8 +182,27 @@ absl::StatusOr<LockRequest> LoraFile::Request() const {
   return LockRequest{{id, ""}, std::move(loader)};
 }
 
-Catalog::Catalog(std::vector<std::string> model_roots, std::vector<std::string> lora_roots)
-    : model_roots_(Canonical(model_roots)), lora_roots_(Canonical(lora_roots)) {}
+absl::StatusOr<EmbeddingFile::Opened> EmbeddingFile::Open() const {
+  const std::string prefix = absl::StrCat("embedding ", name, ": ");
+  auto files = WeightFiles::Open(path);
+  if (!files.ok()) return WithPrefix(files.status(), prefix);
+  auto shape = TextEmbedding::Describe(**files);
+  if (!shape.ok()) return WithPrefix(shape.status(), prefix);
+  Loader loader{.kind = "embedding", .estimated_bytes = shape->bytes(), .use = MemoryUse::kPatches};
+  loader.load = [files = *files,
+                 prefix](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
+    auto embedding = TextEmbedding::Load(*files, context);
+    if (!embedding.ok()) return WithPrefix(embedding.status(), prefix);
+    return *embedding;
+  };
+  return Opened{.shape = *shape, .request = {{id, ""}, std::move(loader)}};
+}
+
+Catalog::Catalog(std::vector<std::string> model_roots, std::vector<std::string> lora_roots,
+                 std::vector<std::string> embedding_roots)
+    : model_roots_(Canonical(model_roots)),
+      lora_roots_(Canonical(lora_roots)),
+      embedding_roots_(Canonical(embedding_roots)) {}
 
 std::vector<std::string> Catalog::ModelNames() const {
   std::set<std::string> names;
@@ -240,33 +304,24 @@ absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::Model(const std::strin
       {{"model", name}});
 }
 
-std::vector<LoraFile> Catalog::Loras() const {
-  std::map<std::string, LoraFile> loras;
-  for (const std::string& root : lora_roots_) {
-    Walk(root, [&](const fs::path& path, const std::string& relative) {
-      if (!absl::EndsWith(relative, kWeightFile)) return false;
-      const std::string name(absl::StripSuffix(relative, kWeightFile));
-      if (loras.count(name) == 0) {
-        if (auto lora = Lora(name); lora.ok()) loras[name] = *lora;
-      }
-      return false;
-    });
-  }
-  std::vector<LoraFile> out;
-  for (auto& [name, lora] : loras) out.push_back(std::move(lora));
-  return out;
-}
+std::vector<LoraFile> Catalog::Loras() const { return AllFiles<LoraFile>(lora_roots_, "lora"); }
 
 absl::StatusOr<LoraFile> Catalog::Lora(const std::string& name) const {
-  if (!IsValidName(name)) return LoraNotFound(name.substr(0, 128));
-  std::error_code ec;
-  for (const std::string& root : lora_roots_) {
-    const fs::path path = Below(root, absl::StrCat(name, kWeightFile));
-    if (path.empty() || !fs::is_regular_file(path, ec)) continue;
-    return LoraFile{name, absl::StrCat("lora/", name, "@", Signature({path})),
-                    static_cast<int64_t>(fs::file_size(path, ec)), path.string()};
-  }
-  return LoraNotFound(name);
+  auto file = FindFile<LoraFile>(lora_roots_, "lora", name);
+  if (!file) return LoraNotFound(name.substr(0, 128));
+  return *std::move(file);
+}
+
+std::vector<EmbeddingFile> Catalog::Embeddings() const {
+  return AllFiles<EmbeddingFile>(embedding_roots_, "embedding");
+}
+
+std::vector<std::string> Catalog::EmbeddingNames() const { return FileNames(embedding_roots_); }
+
+absl::StatusOr<EmbeddingFile> Catalog::Embedding(const std::string& name) const {
+  auto file = FindFile<EmbeddingFile>(embedding_roots_, "embedding", name);
+  if (!file) return EmbeddingNotFound(name);
+  return *std::move(file);
 }
 
 void Catalog::AddModel(std::shared_ptr<const OpenModel> model) {

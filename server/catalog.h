@@ -1,4 +1,5 @@
-// What there is to serve: models and LoRAs under the configured roots, by name.
+// What there is to serve: models, LoRAs and textual inversions (embeddings) under the configured roots, by
+// name.
 //
 // Names are paths below a root without the file's extension ("portraits/inkwash"). They resolve inside the
 // roots only: a name with "..", an absolute path, or a link that leads out of the root is not found. Files
@@ -22,6 +23,7 @@
 #include "cache/model_cache.h"
 #include "cache/mutex.h"
 #include "families/family.h"
+#include "families/text/text_embedding.h"
 #include "server/names.h"
 
 namespace latentd {
@@ -51,9 +53,28 @@ struct LoraFile {
   absl::StatusOr<LockRequest> Request() const;
 };
 
+// NOT_FOUND EMBEDDING_NOT_FOUND, on the field "name".
+absl::Status EmbeddingNotFound(const std::string& name);
+
+struct EmbeddingFile {
+  std::string name;
+  std::string id;  // embedding/name@signature
+  int64_t bytes = 0;
+  std::string path;
+
+  struct Opened {
+    TextEmbeddingShape shape;
+    LockRequest request;  // what the cache needs to lock it; the record holds a TextEmbedding
+  };
+  // Reads the header. Errors: those of WeightFiles::Open and TextEmbedding::Describe, with the name before
+  // them.
+  absl::StatusOr<Opened> Open() const;
+};
+
 class Catalog {
  public:
-  Catalog(std::vector<std::string> model_roots, std::vector<std::string> lora_roots);
+  Catalog(std::vector<std::string> model_roots, std::vector<std::string> lora_roots,
+          std::vector<std::string> embedding_roots = {});
 
   // All names, sorted; models that cannot be opened are among them.
   std::vector<std::string> ModelNames() const;
@@ -63,6 +84,12 @@ class Catalog {
   std::vector<LoraFile> Loras() const;
   // Errors: NOT_FOUND LORA_NOT_FOUND.
   absl::StatusOr<LoraFile> Lora(const std::string& name) const;
+
+  std::vector<EmbeddingFile> Embeddings() const;
+  // Sorted. Looks at no file.
+  std::vector<std::string> EmbeddingNames() const;
+  // Errors: NOT_FOUND EMBEDDING_NOT_FOUND.
+  absl::StatusOr<EmbeddingFile> Embedding(const std::string& name) const;
 
   // Serves a model that is not on disk; for tests and benchmarks.
   void AddModel(std::shared_ptr<const OpenModel> model);
@@ -77,6 +104,7 @@ class Catalog {
 
   const std::vector<std::string> model_roots_;  // canonical paths
   const std::vector<std::string> lora_roots_;
+  const std::vector<std::string> embedding_roots_;
   mutable Mutex mu_;
   std::map<std::string, std::shared_ptr<const OpenModel>> open_ ABSL_GUARDED_BY(mu_);
   std::map<std::string, std::shared_ptr<const OpenModel>> added_ ABSL_GUARDED_BY(mu_);

@@ -59,6 +59,8 @@ const std::vector<ConfigKey>& Table() {
       {"loader_threads", &Config::loader_threads, "Threads that read weight files.", Unit::kNone, 1, 64},
       {"model_roots", &Config::model_roots, "Folders that hold models."},
       {"lora_roots", &Config::lora_roots, "Folders that hold LoRA files."},
+      {"embedding_roots", &Config::embedding_roots,
+       "Folders that hold textual inversion files, which prompts name as <NAME> or embedding:NAME."},
       {"default_model", &Config::default_model,
        "Model of a request that names none; empty: such a request fails."},
       {"patch_mode",
@@ -418,7 +420,7 @@ bool Overlap(const std::string& a, const std::string& b) {
 
 absl::Status CheckUploads(const Config& config) {
   if (config.upload_dir.empty()) return absl::OkStatus();
-  for (const Texts* roots : {&config.model_roots, &config.lora_roots}) {
+  for (const Texts* roots : {&config.model_roots, &config.lora_roots, &config.embedding_roots}) {
     for (const std::string& root : *roots) {
       if (!Overlap(config.upload_dir, root)) continue;
       return Invalid("upload_dir",
@@ -485,6 +487,7 @@ absl::Status ValidateConfig(const Config& config) {
   RETURN_IF_ERROR(CheckDevices(config));
   RETURN_IF_ERROR(CheckFolders("model_roots", config.model_roots));
   RETURN_IF_ERROR(CheckFolders("lora_roots", config.lora_roots));
+  RETURN_IF_ERROR(CheckFolders("embedding_roots", config.embedding_roots));
   RETURN_IF_ERROR(CheckUploads(config));
   if (config.max_image_bytes + kRequestOverhead > config.max_message_bytes) {
     return Invalid("max_image_bytes",

@@ -190,6 +190,26 @@ absl::Status RunLoras(const GlobalOptions& global) {
   return absl::OkStatus();
 }
 
+absl::Status RunEmbeddings(const GlobalOptions& global) {
+  v1::ListEmbeddingsRequest request;
+  v1::ListEmbeddingsResponse all;
+  do {
+    ASSIGN_OR_RETURN(auto page,
+                     Ask<v1::ModelService>(global, &v1::ModelService::Stub::ListEmbeddings, request));
+    all.mutable_embeddings()->MergeFrom(page.embeddings());
+    request.set_page_token(page.next_page_token());
+  } while (!request.page_token().empty());
+  if (global.json) return PrintJson(all), absl::OkStatus();
+  Rows rows = {{"NAME", "IN PROMPTS", "FAMILY", "TOKENS", "SIZE"}};
+  for (const v1::Embedding& embedding : all.embeddings()) {
+    rows.push_back({Printable(embedding.name()), Printable(embedding.trigger()),
+                    embedding.tokens() == 0 ? "not usable" : Printable(embedding.family()),
+                    absl::StrCat(embedding.tokens()), HumanBytes(embedding.bytes())});
+  }
+  Print(TableText(rows));
+  return absl::OkStatus();
+}
+
 absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name,
                             const std::optional<std::string>& model) {
   v1::InspectLoraRequest request;

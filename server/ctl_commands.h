@@ -22,6 +22,7 @@ absl::StatusOr<ExitCode> RunPlan(const GlobalOptions& global, const JobOptions& 
                                  const std::string& prompt);
 absl::Status RunModels(const GlobalOptions& global);
 absl::Status RunLoras(const GlobalOptions& global);
+absl::Status RunEmbeddings(const GlobalOptions& global);
 absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name,
                             const std::optional<std::string>& model);
 

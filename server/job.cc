@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "server/conditioning_key.h"
+#include "server/embedding_set.h"
 #include "server/image_codec.h"
 #include "server/latents_file.h"
 #include "server/measurements.h"
@@ -83,6 +84,7 @@ absl::Status Job::Prepare() {
   ASSIGN_OR_RETURN(params_, ParamsFromProto(setup_.request, core_->config));
   for (const PatchReport& report : reports_)
     params_.grown_inputs = std::max(params_.grown_inputs, GrownInputs(report));
+  RETURN_IF_ERROR(LockEmbeddings());
   RETURN_IF_ERROR(pipeline.Validate(params_));
   RETURN_IF_ERROR(CheckPixels(params_, core_->config));
   // What is kept for the echo needs no picture.
@@ -110,6 +112,24 @@ absl::Status Job::Prepare() {
   }
   home_ = &core_->Place(*setup_.model);  // counts this job; Finish takes it off
   return AcquirePhase();
+}
+
+absl::Status Job::LockEmbeddings() {
+  ASSIGN_OR_RETURN(const std::vector<LockRequest> requests,
+                   ResolveEmbeddings(*setup_.model->pipeline, *core_->catalog, params_));
+  if (requests.empty()) return absl::OkStatus();
+  ASSIGN_OR_RETURN(
+      embedding_locks_,
+      core_->cache->LockAll(requests, {.owner = setup_.owner,
+                                       .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                                       .stop = stop_.get_token()}));
+  SetVectors(embedding_locks_, params_);
+  return absl::OkStatus();
+}
+
+void Job::ReleaseEmbeddings() {
+  DropVectors(params_);
+  embedding_locks_.clear();
 }
 
 ModelKey Job::CurrentConditioningKey() const {
@@ -142,6 +162,7 @@ absl::Status Job::KeepConditioning(Conditioning part, double seconds) {
   for (const auto& [name, tensor] : part) conditioning_[name] = tensor;
   std::vector<std::string> sources;
   for (const HeldLora& lora : *setup_.loras) sources.push_back(lora.handle.key().id);
+  for (const LockHandle& embedding : embedding_locks_) sources.push_back(embedding.key().id);
   ASSIGN_OR_RETURN(
       LockHandle handle,
       core_->cache->Insert(CurrentConditioningKey(), "conditioning",
@@ -190,6 +211,7 @@ absl::Status Job::AcquirePhase() {
     ++current_;
   }
   const Phase& phase = phases_[current_];
+  if (phase.kind != Kind::kEncode) ReleaseEmbeddings();
   const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
   Stopwatch watch([&](double ms) { timings_.set_load_ms(timings_.load_ms() + ms); });
   auto promise = [&](int64_t bytes, MemoryUse use, const char* what) {
@@ -404,6 +426,11 @@ absl::Status Job::EncodePictures() {
   *done.mutable_timings() = timings_;
   done.set_peak_ram_bytes(peak_ram_bytes_);
   for (const PatchReport& report : reports_) *done.add_loras() = ReportToProto(report);
+  for (const PromptEmbedding& embedding : params_.embeddings) {
+    v1::EmbeddingReport& report = *done.add_embeddings();
+    report.set_name(embedding.name);
+    report.set_tokens(static_cast<int>(embedding.tokens));
+  }
   *done.mutable_params() = EchoParams(setup_.request, params_);
   for (const v1::PhaseReport& report : phase_reports_) *done.add_phases() = report;
   for (uint64_t seed : params_.seeds) done.add_seeds(seed);
@@ -461,6 +488,7 @@ void Job::Finish(absl::Status status) {
   params_.mask_image.reset();
   params_.init_latents.reset();
   resources_ = nullptr;
+  ReleaseEmbeddings();
   conditioning_locks_.clear();
   conditioning_memory_.Release();
   picture_memory_.Release();

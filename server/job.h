@@ -3,7 +3,8 @@
 // A job alternates between two kinds of threads. On a worker it locks what its next phase needs (this may
 // read files and wait for memory); on the executor it runs that phase, a slice at a time: a text encoder, a
 // step, one picture of the VAE. Components are locked per phase and let go after it; LoRAs are locked by the
-// session, and again by each overlay.
+// session, and again by each overlay; textual inversions that the prompts name, by the job until they are
+// encoded.
 //
 //   Start → prepare → (acquire → slices …)* → encode pictures → done
 //
@@ -84,6 +85,9 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   // Runs on a worker; the job ends when the returned status is not OK.
   void OnWorker(absl::Status (Job::*what)());
   absl::Status Prepare();
+  // What the prompts name, locked. Until ReleaseEmbeddings.
+  absl::Status LockEmbeddings();
+  void ReleaseEmbeddings();
   absl::Status AcquirePhase();
   absl::Status EncodePictures();
 
@@ -121,6 +125,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   std::vector<Phase> phases_;
   size_t current_ = 0;
   std::vector<PatchReport> reports_;
+  std::vector<LockHandle> embedding_locks_;  // of params_.embeddings
   Conditioning conditioning_;
   std::vector<LockHandle> conditioning_locks_;  // of what is a record
   Reservation conditioning_memory_;             // of the encoder that runs

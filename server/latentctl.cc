@@ -123,6 +123,8 @@ int Main(int argc, char** argv) {
 
   CLI::App* models = app.add_subcommand("models", "List the models");
   CLI::App* loras = app.add_subcommand("loras", "List the LoRAs");
+  CLI::App* embeddings =
+      app.add_subcommand("embeddings", "List the textual inversions, and how prompts name them");
   CLI::App* inspect = app.add_subcommand("inspect-lora", "Show what is in a LoRA file");
   inspect->add_option("name", arguments.lora, "LoRA")->required();
   inspect->add_option("-m,--model", arguments.lora_model, "Model to match it against");
@@ -199,6 +201,8 @@ int Main(int argc, char** argv) {
     status = RunModels(global);
   } else if (*loras) {
     status = RunLoras(global);
+  } else if (*embeddings) {
+    status = RunEmbeddings(global);
   } else if (*inspect) {
     status = RunInspectLora(global, arguments.lora, arguments.lora_model);
   } else if (*upload) {

@@ -212,6 +212,18 @@ class FakeModels : public v1::ModelService::Service {
     response->add_loras()->set_name("night");
     return grpc::Status::OK;
   }
+  grpc::Status ListEmbeddings(grpc::ServerContext*, const v1::ListEmbeddingsRequest* request,
+                              v1::ListEmbeddingsResponse* response) override {
+    v1::Embedding& embedding = *response->add_embeddings();
+    embedding.set_name(request->page_token().empty() ? "pets/cat" : "torn");
+    embedding.set_trigger(request->page_token().empty() ? "<cat>" : "<torn>");
+    embedding.set_bytes(6 << 10);
+    if (!request->page_token().empty()) return embedding.set_problem("is torn"), grpc::Status::OK;
+    embedding.set_tokens(2);
+    embedding.set_family("SD 1.x");
+    response->set_next_page_token("pets/cat");
+    return grpc::Status::OK;
+  }
   grpc::Status InspectLora(grpc::ServerContext*, const v1::InspectLoraRequest* request,
                            v1::InspectLoraResponse* response) override {
     response->mutable_lora()->set_name(request->name());
@@ -665,6 +677,14 @@ TEST_F(LatentctlTest, LorasAreListedAndInspected) {
   const std::string out = Ctl({"inspect-lora", "night", "--model", "m"}).out;
   EXPECT_THAT(out, HasSubstr("24 of rank 8"));
   EXPECT_THAT(out, HasSubstr("transformer 24"));
+}
+
+TEST_F(LatentctlTest, EmbeddingsListsAllPages) {
+  EXPECT_EQ(Ctl({"embeddings"}).out,
+            "NAME      IN PROMPTS  FAMILY      TOKENS  SIZE\n"
+            "pets/cat  <cat>       SD 1.x      2       6.00 KiB\n"
+            "torn      <torn>      not usable  0       6.00 KiB\n");
+  EXPECT_EQ(json::parse(Ctl({"embeddings", "--json"}).out)["embeddings"].size(), 2u);
 }
 
 TEST_F(LatentctlTest, UploadSendsTheFileInOrderWithItsSum) {

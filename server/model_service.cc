@@ -10,6 +10,7 @@
 #include "google/protobuf/util/time_util.h"
 #include "patcher/model_patch.h"
 #include "patcher/patch_identity.h"
+#include "server/embedding_set.h"
 #include "server/params.h"
 #include "server/unary.h"
 #include "server/upload_call.h"
@@ -110,6 +111,27 @@ PatchSummary Summary(const LoraFile& lora) {
   return summary.ok() ? *summary : PatchSummary{};
 }
 
+v1::Embedding ToProto(const EmbeddingFile& embedding, const std::string& short_name) {
+  v1::Embedding proto;
+  proto.set_name(embedding.name);
+  proto.set_id(embedding.id);
+  proto.set_bytes(embedding.bytes);
+  proto.set_trigger(absl::StrCat("<", short_name, ">"));
+  const auto opened = embedding.Open();
+  if (!opened.ok()) {
+    proto.set_problem(std::string(opened.status().message()));
+    return proto;
+  }
+  proto.set_tokens(static_cast<int>(opened->shape.tokens));
+  for (const EmbeddingEncoder encoder : {EmbeddingEncoder::kClipL, EmbeddingEncoder::kClipG}) {
+    const int64_t columns = opened->shape.columns(encoder);
+    if (columns > 0)
+      (*proto.mutable_widths())[std::string(EmbeddingEncoderName(encoder))] = static_cast<int>(columns);
+  }
+  proto.set_family(std::string(opened->shape.family()));
+  return proto;
+}
+
 }  // namespace
 
 v1::Lora DescribeLora(const ServerCore& core, const LoraFile& lora) {
@@ -156,6 +178,25 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListLoras(grpc::CallbackServerContex
     ASSIGN_OR_RETURN(Page page, PageOf(names, request->page_size(), request->page_token()));
     for (size_t i = page.begin; i < page.end; ++i) {
       *response->add_loras() = DescribeLora(*core_, loras[i]);
+    }
+    if (page.end < names.size()) response->set_next_page_token(names[page.end - 1]);
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* ModelServiceImpl::ListEmbeddings(grpc::CallbackServerContext* context,
+                                                           const v1::ListEmbeddingsRequest* request,
+                                                           v1::ListEmbeddingsResponse* response) {
+  return OnWorker(core_, context, [=, this]() -> absl::Status {
+    const std::vector<EmbeddingFile> embeddings = core_->catalog->Embeddings();
+    std::vector<std::string> names;
+    for (const EmbeddingFile& embedding : embeddings) names.push_back(embedding.name);
+    const auto by_last_segment = NamesByLastSegment(names);
+    ASSIGN_OR_RETURN(Page page, PageOf(names, request->page_size(), request->page_token()));
+    for (size_t i = page.begin; i < page.end; ++i) {
+      const std::string last = names[i].substr(names[i].rfind('/') + 1);
+      const bool alone = by_last_segment.at(last).size() == 1;
+      *response->add_embeddings() = ToProto(embeddings[i], alone ? last : names[i]);
     }
     if (page.end < names.size()) response->set_next_page_token(names[page.end - 1]);
     return absl::OkStatus();

@@ -19,6 +19,9 @@ class ModelServiceImpl : public v1::ModelService::CallbackService {
   grpc::ServerUnaryReactor* ListLoras(grpc::CallbackServerContext* context,
                                       const v1::ListLorasRequest* request,
                                       v1::ListLorasResponse* response) override;
+  grpc::ServerUnaryReactor* ListEmbeddings(grpc::CallbackServerContext* context,
+                                           const v1::ListEmbeddingsRequest* request,
+                                           v1::ListEmbeddingsResponse* response) override;
   grpc::ServerUnaryReactor* InspectLora(grpc::CallbackServerContext* context,
                                         const v1::InspectLoraRequest* request,
                                         v1::InspectLoraResponse* response) override;

@@ -1,4 +1,4 @@
-// Names of models and LoRAs, as requests give them.
+// Names of models, LoRAs and embeddings, as requests give them.
 #ifndef LATENTD_SERVER_NAMES_H_
 #define LATENTD_SERVER_NAMES_H_
 

@@ -13,18 +13,26 @@ namespace {
 
 constexpr char kOwner[] = "pin";
 
-// What to lock, for a model's components or a LoRA.
+// What to lock, for a model's components, a LoRA or an embedding.
 absl::StatusOr<std::vector<LockRequest>> Requests(Catalog& catalog, const std::string& name,
                                                   const std::vector<std::string>& components) {
   std::vector<LockRequest> requests;
   auto model = catalog.Model(name);
   if (absl::IsNotFound(model.status())) {
     auto lora = catalog.Lora(name);
-    if (!lora.ok()) return model.status();
-    if (!components.empty())
-      return FieldError("components", absl::StrCat(name, " is a LoRA, which has none"));
-    ASSIGN_OR_RETURN(LockRequest request, lora->Request());
-    requests.push_back(std::move(request));
+    auto embedding = catalog.Embedding(name);
+    if (!lora.ok() && !embedding.ok()) return model.status();
+    if (!components.empty()) {
+      return FieldError("components", absl::StrCat(name, " is ", lora.ok() ? "a LoRA" : "an embedding",
+                                                   ", which has none"));
+    }
+    if (lora.ok()) {
+      ASSIGN_OR_RETURN(LockRequest request, lora->Request());
+      requests.push_back(std::move(request));
+    } else {
+      ASSIGN_OR_RETURN(EmbeddingFile::Opened opened, embedding->Open());
+      requests.push_back(std::move(opened.request));
+    }
     return requests;
   }
   if (!model.ok()) return model.status();
@@ -59,6 +67,10 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
                                    "'; GetServerInfo lists the devices, and none means host memory alone"));
   }
   ASSIGN_OR_RETURN(const std::vector<LockRequest> requests, Requests(*core_->catalog, name, components));
+  const bool copies = device != nullptr && !device->uses_host_memory();
+  if (copies && requests.size() == 1 && requests[0].loader.kind == "embedding") {
+    return FieldError("device", absl::StrCat(name, " is an embedding, which is kept in host memory alone"));
+  }
   const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
   Loaded loaded;
   std::set<ModelKey> there;
@@ -73,7 +85,7 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
     loaded.bytes += handle.resource()->bytes();
     loaded.loaded_records += there.count(handle.key()) == 0 ? 1 : 0;
     Pin fresh;
-    if (device != nullptr && !device->uses_host_memory()) {
+    if (copies) {
       ASSIGN_OR_RETURN(
           fresh.residency,
           core_->cache->LockOnDevice(handle, *device,
@@ -122,11 +134,12 @@ absl::StatusOr<std::vector<std::string>> PinBoard::Ids(const std::string& name) 
   std::set<std::string> ids;
   for (const RecordStats& record : core_->cache->Stats().records) {
     if (absl::StartsWith(record.key.id, absl::StrCat(name, "@")) ||
-        absl::StartsWith(record.key.id, absl::StrCat("lora/", name, "@"))) {
+        absl::StartsWith(record.key.id, absl::StrCat("lora/", name, "@")) ||
+        absl::StartsWith(record.key.id, absl::StrCat("embedding/", name, "@"))) {
       ids.insert(record.key.id);
     }
   }
-  if (ids.empty() && !core_->catalog->Lora(name).ok()) {
+  if (ids.empty() && !core_->catalog->Lora(name).ok() && !core_->catalog->Embedding(name).ok()) {
     auto model = core_->catalog->Model(name);
     if (absl::IsNotFound(model.status())) return model.status();
   }

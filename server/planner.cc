@@ -10,6 +10,7 @@
 #include "cache/error.h"
 #include "patcher/model_patch.h"
 #include "server/conditioning_key.h"
+#include "server/embedding_set.h"
 #include "server/grpc_errors.h"
 #include "server/lora_set.h"
 #include "server/params.h"
@@ -268,11 +269,12 @@ std::vector<ResourceBlock> DescribeBlocks(const Component& component) {
 class Planner {
  public:
   Planner(ServerCore& core, const OpenModel& model, GenerateParams params, std::vector<LoraChoice> loras,
-          PatchMode mode, v1::VaeTiling tiling, bool decodes)
+          std::vector<LockRequest> embeddings, PatchMode mode, v1::VaeTiling tiling, bool decodes)
       : core_(core),
         model_(model),
         params_(std::move(params)),
         loras_(std::move(loras)),
+        embeddings_(std::move(embeddings)),
         mode_(mode),
         tiling_(tiling),
         decodes_(decodes),
@@ -294,16 +296,9 @@ class Planner {
 
  private:
   bool RunAll(Executor& home) {
-    int64_t missing = 0;  // LoRAs are promised together
-    for (const LoraChoice& lora : loras_) {
-      if (!ram_.Has(lora.request.key.ToString())) missing += lora.request.loader.estimated_bytes;
-    }
-    if (missing > 0 && !ram_.Promise(missing, absl::StrCat("a set of ", loras_.size(), " LoRAs")))
-      return false;
-    ram_.GiveBack(missing);
-    for (const LoraChoice& lora : loras_) {
-      if (!ram_.Lock(lora.request.key.ToString(), "lora", lora.request.loader.estimated_bytes)) return false;
-    }
+    std::vector<LockRequest> loras;
+    for (const LoraChoice& lora : loras_) loras.push_back(lora.request);
+    if (!LockTogether(loras, "LoRAs") || !LockTogether(embeddings_, "embeddings")) return false;
     const Pipeline& pipeline = *model_.pipeline;
     if (params_.has_pictures() && !ram_.Promise(PictureBytes(params_), "pictures of a request")) {
       return false;
@@ -311,6 +306,7 @@ class Planner {
     for (const std::string& component : pipeline.EncoderComponents(params_)) {
       if (!EncodeText(component, core_.PlaceEncoder(model_, component, home))) return false;
     }
+    for (const LockRequest& embedding : embeddings_) ram_.Unlock(embedding.key.ToString());
     if (params_.has_pictures() && !RunPhase(pipeline.image_encoder_component(), home, 1, /*can_tile=*/true)) {
       return false;
     }
@@ -319,6 +315,20 @@ class Planner {
     if (!decodes_) return true;
     return ram_.Promise(2 * 3 * *params_.width * *params_.height * pictures, "pictures") &&
            RunPhase(pipeline.decoder_component(), home, pictures, /*can_tile=*/true);
+  }
+
+  // As ModelCache::LockAll does it: what is not there is promised together.
+  bool LockTogether(const std::vector<LockRequest>& requests, absl::string_view what) {
+    int64_t missing = 0;
+    for (const LockRequest& request : requests) {
+      if (!ram_.Has(request.key.ToString())) missing += request.loader.estimated_bytes;
+    }
+    if (missing > 0 && !ram_.Promise(missing, absl::StrCat("a set of ", requests.size(), " ", what)))
+      return false;
+    ram_.GiveBack(missing);
+    return std::all_of(requests.begin(), requests.end(), [&](const LockRequest& request) {
+      return ram_.Lock(request.key.ToString(), request.loader.kind, request.loader.estimated_bytes);
+    });
   }
 
   // Steps that are run of those that were asked for; the family decides, this is near enough for a time.
@@ -545,6 +555,7 @@ class Planner {
   const OpenModel& model_;
   const GenerateParams params_;
   const std::vector<LoraChoice> loras_;
+  const std::vector<LockRequest> embeddings_;
   const PatchMode mode_;
   const v1::VaeTiling tiling_;
   const bool decodes_;
@@ -568,10 +579,12 @@ absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest
   ASSIGN_OR_RETURN(GenerateParams params, ParamsFromProto(request.params(), core.config));
   if (!loras.empty())
     params.grown_inputs = GenerateParams::kUnknownInputs;  // they may not have been read yet
+  ASSIGN_OR_RETURN(std::vector<LockRequest> embeddings,
+                   ResolveEmbeddings(*model->pipeline, *core.catalog, params));
   RETURN_IF_ERROR(model->pipeline->Validate(params));
   RETURN_IF_ERROR(CheckPixels(params, core.config));
-  return Planner(core, *model, std::move(params), std::move(loras), mode, request.params().vae_tiling(),
-                 request.params().image_format() != v1::IMAGE_FORMAT_LATENTS)
+  return Planner(core, *model, std::move(params), std::move(loras), std::move(embeddings), mode,
+                 request.params().vae_tiling(), request.params().image_format() != v1::IMAGE_FORMAT_LATENTS)
       .Run();
 }
 

@@ -101,7 +101,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& con
     // Last, so that it hides nothing of the others.
     lora_roots.push_back(core->uploads->folder());
   }
-  core->catalog = std::make_unique<Catalog>(config.model_roots, lora_roots);
+  core->catalog = std::make_unique<Catalog>(config.model_roots, lora_roots, config.embedding_roots);
   core->measurements = std::make_unique<Measurements>(StateFolder(config));
   core->pins = std::make_unique<PinBoard>(core.get());
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));

@@ -10,11 +10,18 @@
 #include "families/request_checks.h"
 #include "families/sd/sd_denoiser.h"
 #include "families/sd/sd_masks.h"
+#include "families/text/embedding_triggers.h"
+#include "families/text/text_embedding.h"
 
 namespace latentd {
 namespace {
 
 constexpr char kPooled[] = "pooled", kNegative[] = "neg.";
+
+// Whose vectors an encoder takes.
+EmbeddingEncoder VectorsFor(const SdEncoder& encoder) {
+  return encoder.component == "text_encoder_2" ? EmbeddingEncoder::kClipG : EmbeddingEncoder::kClipL;
+}
 
 absl::Status Missing() { return absl::InternalError("a prompt was not encoded"); }
 
@@ -190,6 +197,46 @@ std::vector<std::string> SdPipeline::EncoderComponents(const GenerateParams& par
   return names;
 }
 
+std::vector<PromptField> SdPipeline::EmbeddingPrompts(const GenerateParams& params) const {
+  std::vector<PromptField> prompts = {{"params.prompt", params.prompt}};
+  for (const auto& [field, text] : {std::pair<absl::string_view, const std::optional<std::string>&>{
+                                        "params.negative_prompt", params.negative_prompt},
+                                    {"params.prompt_2", params.prompt_2},
+                                    {"params.negative_prompt_2", params.negative_prompt_2}}) {
+    if (text) prompts.push_back({field, *text});
+  }
+  return prompts;
+}
+
+absl::Status SdPipeline::CheckEmbedding(const std::string& name, const TextEmbeddingShape& shape) const {
+  TextEmbeddingShape wanted;
+  bool fits = true;
+  for (const SdEncoder& encoder : parts_.encoders) {
+    const bool second = VectorsFor(encoder) == EmbeddingEncoder::kClipG;
+    const int64_t columns = encoder.model->config().dim;
+    (second ? wanted.clip_g : wanted.clip_l) = columns;
+    fits = fits && shape.columns(VectorsFor(encoder)) == columns;
+  }
+  // A refiner has no use for clip_l, and is given the base model's prompts; without clip_g it is another
+  // family.
+  if (fits && (shape.clip_g == 0 || wanted.clip_g != 0)) return absl::OkStatus();
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, "EMBEDDING_MISMATCH",
+      absl::StrCat("embedding ", name, " does not fit: it has vectors of ", shape.ToString(),
+                   ", and the text encoders of this ", family(), " model take ", wanted.ToString()),
+      {{"embedding", name}, {"has", shape.ToString()}, {"wants", wanted.ToString()}});
+}
+
+absl::StatusOr<at::Tensor> SdPipeline::EmbeddingRowsOf(const SdEncoder& encoder,
+                                                       const GenerateParams& params) const {
+  std::vector<at::Tensor> rows;
+  for (const PromptEmbedding& embedding : params.embeddings) {
+    if (embedding.vectors == nullptr) return absl::InternalError("an embedding was not loaded");
+    rows.push_back(embedding.vectors->vectors(VectorsFor(encoder)));
+  }
+  return rows.empty() ? at::Tensor() : at::cat(rows);
+}
+
 SdText SdPipeline::TextOf(const SdEncoder& encoder, const GenerateParams& params, bool negative) const {
   const bool second = &encoder != &parts_.encoders.front();
   SdText text;
@@ -199,6 +246,13 @@ SdText SdPipeline::TextOf(const SdEncoder& encoder, const GenerateParams& params
     text.text = *own;
     text.field = negative ? "params.negative_prompt_2" : "params.prompt_2";
   }
+  std::map<std::string, EmbeddingRows, std::less<>> rows;
+  for (const auto& [name, index] : params.embedding_names) {
+    EmbeddingRows& its = rows[name];
+    for (size_t i = 0; i < index; ++i) its.first += params.embeddings[i].tokens;
+    its.count = params.embeddings[index].tokens;
+  }
+  text.text = MarkEmbeddings(text.text, rows);
   if (params.prompt_syntax)
     text.syntax = ParsePromptSyntax(*params.prompt_syntax).value_or(PromptSyntax::kPlain);
   return text;
@@ -223,11 +277,12 @@ absl::Status SdPipeline::Encode(const std::string& component, const WeightView& 
   if (encoder == parts_.encoders.end())
     return absl::InternalError(absl::StrCat(component, " is no text encoder"));
   const int64_t tokens = Tokens(params);
+  ASSIGN_OR_RETURN(const at::Tensor rows, EmbeddingRowsOf(*encoder, params));
   for (const bool negative : {false, true}) {
     if (negative && !EncodesNegative(params)) continue;
     const ClipTap tap = Tap(*encoder, negative ? 0 : params.clip_skip.value_or(0));
     ASSIGN_OR_RETURN(const ClipTextModel::Output output,
-                     EncodeText(*encoder, weights, TextOf(*encoder, params, negative), tap, tokens));
+                     EncodeText(*encoder, weights, TextOf(*encoder, params, negative), tap, tokens, rows));
     const char* prefix = negative ? kNegative : "";
     conditioning[absl::StrCat(prefix, component)] = ToHost(output.hidden);
     if (output.pooled.defined()) conditioning[absl::StrCat(prefix, kPooled)] = ToHost(output.pooled);
@@ -247,6 +302,8 @@ std::string SdPipeline::EncodeKey(const std::string& component, const GeneratePa
       absl::StrAppend(&key, "|", text.size(), ":", text);
     }
   }
+  // Marks say where rows are, not whose.
+  for (const PromptEmbedding& embedding : params.embeddings) absl::StrAppend(&key, "|", embedding.id);
   return key;
 }
 

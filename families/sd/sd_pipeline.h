@@ -53,6 +53,9 @@ class SdPipeline : public Pipeline {
 
   absl::Status Validate(GenerateParams& params) const override;
 
+  std::vector<PromptField> EmbeddingPrompts(const GenerateParams& params) const override;
+  absl::Status CheckEmbedding(const std::string& name, const TextEmbeddingShape& shape) const override;
+
   std::vector<std::string> EncoderComponents(const GenerateParams& params) const override;
   absl::Status Encode(const std::string& component, const WeightView& weights, const GenerateParams& params,
                       Conditioning& conditioning) const override;
@@ -101,8 +104,10 @@ class SdPipeline : public Pipeline {
   bool takes_mask() const { return parts_.unet->config().in_channels > parts_.unet->config().out_channels; }
   std::vector<int64_t> LatentShape(const GenerateParams& params) const;  // of one picture, [1, C, h, w]
   bool EncodesNegative(const GenerateParams& params) const;
-  // What an encoder is given as the wanted or the unwanted prompt.
+  // What an encoder is given as the wanted or the unwanted prompt, with marks in place of embeddings' names.
   SdText TextOf(const SdEncoder& encoder, const GenerateParams& params, bool negative) const;
+  // Vectors of all embeddings for an encoder, one after the other as the marks have them; undefined for none.
+  absl::StatusOr<at::Tensor> EmbeddingRowsOf(const SdEncoder& encoder, const GenerateParams& params) const;
   // Tokens of the longest of all prompts, to which the others are brought. REQUIRES: params passed Validate.
   int64_t Tokens(const GenerateParams& params) const;
   absl::Status ValidatePrompts(GenerateParams& params) const;

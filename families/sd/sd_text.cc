@@ -48,22 +48,23 @@ absl::StatusOr<int64_t> TokensOf(const SdEncoder& encoder, const SdText& text) {
 }
 
 absl::StatusOr<ClipTextModel::Output> EncodeText(const SdEncoder& encoder, const WeightView& w,
-                                                 const SdText& text, const ClipTap& tap, int64_t tokens) {
+                                                 const SdText& text, const ClipTap& tap, int64_t tokens,
+                                                 const at::Tensor& rows) {
   const ClipTextModel& model = *encoder.model;
   const ClipTokenizer& tokenizer = *encoder.tokenizer;
   ClipTap hidden_only = tap;
   hidden_only.pooled = false;
   ClipTextModel::Output output;
   if (text.syntax == PromptSyntax::kPlain) {
-    output = model(w, tokenizer.Encode(text.text, tokenizer.model_max_length()), tap);
+    output = model(w, OneWindowOfIds(tokenizer, text.text), tap, {}, rows);
   } else {
     ASSIGN_OR_RETURN(const ParsedPrompt prompt, ParsePrompt(text.text, text.syntax, text.field));
     const EncodeWindow encode = [&](const std::vector<int64_t>& ids,
                                     const std::vector<int64_t>& mask) -> absl::StatusOr<at::Tensor> {
-      return model(w, ids, hidden_only, mask).hidden;
+      return model(w, ids, hidden_only, mask, rows).hidden;
     };
     ASSIGN_OR_RETURN(output.hidden, EncodePrompt(tokenizer, prompt, ModeOf(text), encode, text.field));
-    if (tap.pooled) output.pooled = model(w, PooledPromptIds(tokenizer, text.text), tap).pooled;
+    if (tap.pooled) output.pooled = model(w, OneWindowOfIds(tokenizer, text.text), tap, {}, rows).pooled;
   }
   if (const int64_t missing = tokens - output.hidden.size(1); missing > 0) {
     const at::Tensor empty = model(w, EmptyPromptWindow(tokenizer).ids, hidden_only).hidden;

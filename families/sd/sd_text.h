@@ -29,7 +29,7 @@ struct SdEncoder {
 absl::StatusOr<PromptSyntax> ParsePromptSyntax(absl::string_view name);
 
 struct SdText {
-  std::string text;
+  std::string text;  // may hold marks of embeddings (embedding_triggers.h)
   PromptSyntax syntax = PromptSyntax::kPlain;
   absl::string_view field;  // for errors: "params.prompt"
 };
@@ -39,10 +39,11 @@ struct SdText {
 absl::StatusOr<int64_t> TokensOf(const SdEncoder& encoder, const SdText& text);
 
 // Hidden states [1, tokens, dim], continued by windows of the empty prompt where the text has less of them,
-// and the pooled row where the tap asks for one. On the view's device. REQUIRES: tokens >= TokensOf(encoder,
-// text).
+// and the pooled row where the tap asks for one. On the view's device. `rows` [n, dim], in host memory: what
+// the text's marks stand for. REQUIRES: tokens >= TokensOf(encoder, text).
 absl::StatusOr<ClipTextModel::Output> EncodeText(const SdEncoder& encoder, const WeightView& w,
-                                                 const SdText& text, const ClipTap& tap, int64_t tokens);
+                                                 const SdText& text, const ClipTap& tap, int64_t tokens,
+                                                 const at::Tensor& rows = {});
 
 }  // namespace latentd
 

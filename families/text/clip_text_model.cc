@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "families/config/json_config.h"
+#include "families/text/embedding_triggers.h"
 
 namespace latentd {
 namespace {
@@ -14,7 +15,12 @@ namespace {
 constexpr int64_t kOldConfigEos = 2;
 
 int64_t PooledRow(const std::vector<int64_t>& ids, int64_t eos) {
-  if (eos == kOldConfigEos) return std::max_element(ids.begin(), ids.end()) - ids.begin();
+  if (eos == kOldConfigEos) {
+    // The end is the largest word there is. Rows of embeddings are no words, where transformers would take
+    // the first of them for the end.
+    const auto less = [](int64_t a, int64_t b) { return b < kFirstRowId && (a < b || a >= kFirstRowId); };
+    return std::max_element(ids.begin(), ids.end(), less) - ids.begin();
+  }
   const auto found = std::find(ids.begin(), ids.end(), eos);
   return found == ids.end() ? 0 : found - ids.begin();
 }
@@ -24,6 +30,22 @@ at::Tensor CausalBias(const std::vector<int64_t>& mask, const at::Tensor& like) 
   const auto length = static_cast<int64_t>(mask.size());
   const at::Tensor seen = at::ones({length, length}, at::kBool).tril().logical_and_(at::tensor(mask).ne(0));
   return at::zeros({1, 1, length, length}).masked_fill_(seen.logical_not(), -INFINITY).to(like.options());
+}
+
+// Which ids are rows of embeddings, and which rows they are. Words in their place, for the look-up.
+struct RowsAmongIds {
+  std::vector<int64_t> words, positions, rows;
+};
+
+RowsAmongIds Split(const std::vector<int64_t>& ids) {
+  RowsAmongIds split{.words = ids, .positions = {}, .rows = {}};
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] < kFirstRowId) continue;
+    split.words[i] = 0;
+    split.positions.push_back(static_cast<int64_t>(i));
+    split.rows.push_back(ids[i] - kFirstRowId);
+  }
+  return split;
 }
 
 }  // namespace
@@ -102,12 +124,18 @@ ClipTextModel::ClipTextModel(const ClipTextConfig& config) : config_(config) {
 }
 
 ClipTextModel::Output ClipTextModel::operator()(const WeightView& w, const std::vector<int64_t>& ids,
-                                                const ClipTap& tap, const std::vector<int64_t>& mask) const {
+                                                const ClipTap& tap, const std::vector<int64_t>& mask,
+                                                const at::Tensor& rows) const {
   const auto length = static_cast<int64_t>(ids.size());
   const int64_t head_dim = config_.dim / config_.heads;
   Output output;
-  at::Tensor x =
-      tokens_(w, at::tensor(ids, at::kLong)).unsqueeze(0) + positions_(w, at::arange(length, at::kLong));
+  const RowsAmongIds split = Split(ids);
+  at::Tensor words = tokens_(w, at::tensor(split.words, at::kLong));
+  if (!split.rows.empty()) {
+    const at::Tensor picked = rows.index_select(0, at::tensor(split.rows, at::kLong)).to(words.options());
+    words.index_copy_(0, at::tensor(split.positions, at::kLong).to(words.device()), picked);
+  }
+  at::Tensor x = words.unsqueeze(0) + positions_(w, at::arange(length, at::kLong));
   AttentionOptions attention{.bias = {}, .causal = true};
   if (!mask.empty()) attention = {.bias = CausalBias(mask, x), .causal = false};
   auto take = [&] { output.hidden = tap.final_norm ? final_norm_(w, x) : x; };

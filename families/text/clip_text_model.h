@@ -57,9 +57,11 @@ class ClipTextModel {
     at::Tensor pooled;  // [1, dim or projection], of the last layer's; undefined where the tap leaves it out
   };
   // `mask`, where there is one, has a 0 for every token that no other may attend to; the first one is always
-  // seen. REQUIRES: ids.size() <= positions, every id in the vocabulary, 0 <= tap.skip < layers.
+  // seen. Ids from kFirstRowId on (embedding_triggers.h) have a row of `rows` [n, dim], in host memory, in
+  // place of a word's. REQUIRES: ids.size() <= positions, every id in the vocabulary or a row, 0 <= tap.skip
+  // < layers.
   Output operator()(const WeightView& w, const std::vector<int64_t>& ids, const ClipTap& tap = {},
-                    const std::vector<int64_t>& mask = {}) const;
+                    const std::vector<int64_t>& mask = {}, const at::Tensor& rows = {}) const;
 
   // Upper estimate of activation bytes of one call, in fp32.
   int64_t WorkingBytes() const;

@@ -7,7 +7,8 @@
 //   kA1111   (x) 1.1   [x] 1/1.1   (x:1.3)   BREAK begins a window   \( \) \[ \] \\ are themselves
 //
 // Each + is a factor of 1.1 and each − one of 0.9. What does not parse is text, as by those programs: "(:" is
-// a face. LoRA tags and trigger words of textual inversions ("<name>") are text, too.
+// a face. LoRA tags are text, too, and so are the marks that stand for textual inversions
+// (embedding_triggers.h).
 //
 // Pure; any thread.
 #ifndef LATENTD_FAMILIES_TEXT_PROMPT_H_

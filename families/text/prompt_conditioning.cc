@@ -6,6 +6,7 @@
 
 #include "ATen/ATen.h"
 #include "cache/error.h"
+#include "families/text/embedding_triggers.h"
 
 namespace latentd {
 namespace {
@@ -135,8 +136,14 @@ void PadToSameLength(std::vector<at::Tensor>& embeddings, const at::Tensor& empt
   }
 }
 
-std::vector<int64_t> PooledPromptIds(const ClipTokenizer& tokenizer, absl::string_view prompt) {
-  return tokenizer.Encode(prompt, tokenizer.model_max_length());
+std::vector<int64_t> OneWindowOfIds(const ClipTokenizer& tokenizer, absl::string_view prompt) {
+  const auto length = static_cast<size_t>(tokenizer.model_max_length());
+  std::vector<int64_t> ids = {tokenizer.begin_id()};
+  for (const PromptToken& token : TokenizeMarked(tokenizer, prompt)) ids.push_back(token.id);
+  if (ids.size() > length - 1) ids.resize(length - 1);
+  ids.push_back(tokenizer.end_id());
+  ids.resize(length, tokenizer.pad_id());
+  return ids;
 }
 
 }  // namespace latentd

@@ -36,9 +36,9 @@ absl::StatusOr<at::Tensor> EncodePrompt(const ClipTokenizer& tokenizer, const Pa
 // that are called with both. `empty` is EncodePrompt's of an empty prompt.
 void PadToSameLength(std::vector<at::Tensor>& embeddings, const at::Tensor& empty);
 
-// The ids that pooled embeddings (SDXL) are made of: those of the text as it was written, syntax and all, in
-// one window. Weights have no part in it, as in compel.
-std::vector<int64_t> PooledPromptIds(const ClipTokenizer& tokenizer, absl::string_view prompt);
+// The ids of a text as it was written, syntax and all, in one window; what is left over is cut off. Pooled
+// embeddings (SDXL) are made of it: weights have no part in them, as in compel.
+std::vector<int64_t> OneWindowOfIds(const ClipTokenizer& tokenizer, absl::string_view prompt);
 
 }  // namespace latentd
 

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "families/text/clip_tokenizer.h"
+#include "families/text/embedding_triggers.h"
 #include "families/text/prompt_windows.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -181,6 +182,28 @@ TEST_F(PromptWindowsTest, BreakBeginsAWindow) {
   const PromptText text = {{"a", 1}, {"b", 1, true}};
   EXPECT_THAT(Windows(text).ids, ElementsAre(6, 2, 7, 8, 8, 8, 6, 3, 7, 8, 8, 8));
   EXPECT_THAT(Windows(text, LongPrompts::kTruncate).ids, ElementsAre(6, 2, 3, 7, 8, 8));
+}
+
+TEST_F(PromptWindowsTest, AnEmbeddingIsNotCutApart) {
+  constexpr int64_t kRow = kFirstRowId;
+  auto marked = [](const char* text) {
+    return MarkEmbeddings(text, {{"two", {.first = 0, .count = 2}}, {"three", {.first = 2, .count = 3}}});
+  };
+  auto ids = [&](const char* text) { return Windows({{marked(text), 1}}).ids; };
+  EXPECT_THAT(ids("a <two> b"), ElementsAre(6, 2, kRow, kRow + 1, 3, 7));
+  EXPECT_THAT(ids("a<two>b"), ElementsAre(6, 2, kRow, kRow + 1, 3, 7)) << "it parts words";
+  // As compel has it: the window ends with the last word.
+  EXPECT_THAT(ids("a b <three>"), ElementsAre(6, 2, 3, 7, 8, 8, 6, kRow + 2, kRow + 3, kRow + 4, 7, 8));
+  EXPECT_THAT(ids("a <two> <three>"),
+              ElementsAre(6, 2, 7, 8, 8, 8, 6, kRow, kRow + 1, 7, 8, 8, 6, kRow + 2, kRow + 3, kRow + 4, 7, 8));
+  // compel would cut the second one after a token.
+  EXPECT_THAT(ids("<three><two>"), ElementsAre(6, kRow + 2, kRow + 3, kRow + 4, 7, 8, 6, kRow, kRow + 1, 7, 8, 8));
+  EXPECT_THAT(Windows({{marked("a b a <two>"), 1}}, LongPrompts::kTruncate).ids,
+              ElementsAre(6, 2, 3, 2, kRow, 7)) << "what is left over is dropped";
+  const PromptWindows weighted = Windows({{"a", 1}, {marked("<two>"), 1.5}});
+  EXPECT_THAT(weighted.weights, ElementsAre(1, 1, 1.5, 1.5, 1, 1));
+  EXPECT_EQ(weighted.spans[1]->first, 2);
+  EXPECT_EQ(weighted.spans[1]->last, 3);
 }
 
 TEST_F(PromptWindowsTest, LengthIsBounded) {

@@ -4,12 +4,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "families/text/embedding_triggers.h"
 
 namespace latentd {
 namespace {
 
 struct Token {
   int64_t id = 0;
+  bool continues = false;  // an embedding whose first row is before it
   double weight = 1;
   size_t fragment = 0;
 };
@@ -65,7 +67,11 @@ class Builder {
     };
     size_t count = last([&](int64_t id) { return tokenizer_.IsOneOf(id, "."); });
     if (count == 0) count = last([&](int64_t id) { return tokenizer_.IsOneOf(id, ".,;:"); });
-    if (count == 0) count = last([&](int64_t id) { return tokenizer_.EndsWord(id); });
+    if (count == 0) count = last([&](int64_t id) { return id < kFirstRowId && tokenizer_.EndsWord(id); });
+    if (count != 0) return count;
+    // No word ends there. compel cuts where the window ends; an embedding is left whole.
+    for (count = room(); count > 0 && tokens[at + count].continues; --count) {
+    }
     return count == 0 ? room() : count;
   }
 
@@ -84,7 +90,9 @@ absl::StatusOr<PromptWindows> MakePromptWindows(const ClipTokenizer& tokenizer, 
       builder.AddAll(tokens);
       tokens.clear();
     }
-    for (const int64_t id : tokenizer.Tokenize(text[i].text)) tokens.push_back({id, text[i].weight, i});
+    for (const PromptToken& token : TokenizeMarked(tokenizer, text[i].text)) {
+      tokens.push_back({token.id, token.continues, text[i].weight, i});
+    }
   }
   if (mode == LongPrompts::kWindows) {
     builder.AddAll(tokens);

@@ -25,7 +25,7 @@ inline constexpr int64_t kMaxPromptWindows = 32;
 // Windows one after the other: begin, at most size − 2 tokens, end, padding.
 struct PromptWindows {
   int64_t size = 77;
-  std::vector<int64_t> ids;     // a whole number of windows
+  std::vector<int64_t> ids;     // a whole number of windows; rows of embeddings are from kFirstRowId on
   std::vector<double> weights;  // of each id; 1 for begin, end and padding
   // Where each fragment's tokens are: first and last position, with all that lies between. Absent: it has
   // none.
@@ -38,8 +38,10 @@ struct PromptWindows {
 };
 
 // A long prompt is cut after the last full stop that is in a window; else after the last of ,;:. or the last
-// word there, as compel does. Windows have the tokenizer's model_max_length. Errors: INVALID_ARGUMENT
-// INVALID_FIELD on `field` for a prompt of more than kMaxPromptWindows.
+// word there, as compel does; embeddings end no word, and only those that do not fit into one window together
+// with no word between them are cut apart, never one of them. Texts may hold marks (embedding_triggers.h).
+// Windows have the tokenizer's model_max_length. Errors: INVALID_ARGUMENT INVALID_FIELD on `field` for a
+// prompt of more than kMaxPromptWindows.
 absl::StatusOr<PromptWindows> MakePromptWindows(const ClipTokenizer& tokenizer, const PromptText& text,
                                                 LongPrompts mode, absl::string_view field);
 

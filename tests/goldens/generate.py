@@ -55,6 +55,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     import cases
     import control
+    import embeddings
     import layers
     import loras
     import models
@@ -79,6 +80,7 @@ def main() -> None:
     sd_runs.write_all(args.out)
     sd_loras.write_all(args.out)
     sd_tiles.write_all(args.out)
+    embeddings.write_all(args.out)
     samplers.write_all(args.out)
     file.write_text(wanted)
 

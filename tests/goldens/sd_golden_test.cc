@@ -4,6 +4,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "families/sd/sd_pipeline.h"
+#include "families/text/text_embedding.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/goldens/golden.h"
@@ -37,8 +38,22 @@ std::vector<int64_t> Numbers(const std::string& text) {
   return numbers;
 }
 
+// Those that the case's prompts name, read from their files.
+void AddEmbeddings(const std::string& names, GenerateParams& params) {
+  for (const std::string name : absl::StrSplit(names, ',', absl::SkipEmpty())) {
+    const auto files = WeightFiles::Open(GoldenPath(absl::StrCat("embeddings/", name, ".safetensors")));
+    ASSERT_TRUE(files.ok()) << files.status();
+    const auto embedding = TextEmbedding::Load(**files, LoadContext([] { return false; }, [](int64_t, int64_t) {}));
+    ASSERT_TRUE(embedding.ok()) << embedding.status();
+    params.embedding_names[name] = params.embeddings.size();
+    params.embeddings.push_back(
+        {.name = name, .id = name, .tokens = (*embedding)->shape().tokens, .vectors = *embedding});
+  }
+}
+
 GenerateParams Params(const Golden& golden) {
   GenerateParams params;
+  if (golden.HasSetting("embeddings")) AddEmbeddings(golden.Setting("embeddings"), params);
   params.prompt = golden.Text("prompt");
   if (golden.Has("negative")) params.negative_prompt = golden.Text("negative");
   if (golden.Has("prompt_2")) params.prompt_2 = golden.Text("prompt_2");
@@ -123,7 +138,9 @@ INSTANTIATE_TEST_SUITE_P(All, SdRunGolden,
                                          "sdxl-text", "sdxl-odd", "sdxl-one-pass", "sdxl-image", "sdxl-blend",
                                          "sdxl-concat", "refiner-image", "hand-over-euler-base",
                                          "hand-over-euler-refiner", "hand-over-dpmpp_2m-base",
-                                         "hand-over-dpmpp_2m-refiner", "tiles-multistep", "tiles-ancestral"),
+                                         "hand-over-dpmpp_2m-refiner", "tiles-multistep", "tiles-ancestral",
+                                         "sd15-embedding", "sd15-embedding-cut", "sd15-embedding-compel",
+                                         "sd15-embedding-long", "sdxl-embedding", "sdxl-embedding-compel"),
                          [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 struct Single {

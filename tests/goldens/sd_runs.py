@@ -64,13 +64,14 @@ def step_ends(sampler: str, index: int, count: int) -> bool:
     return index % 2 == 1 or index == count - 1 if sampler in TWICE else True
 
 
-def embed(pipe, prompt: str, negative: str) -> dict[str, torch.Tensor]:
+def embed(pipe, prompt: str, negative: str, inversions=None) -> dict[str, torch.Tensor]:
     """Both prompts by compel, in place of the pipeline's own text."""
     two = hasattr(pipe, "text_encoder_2")
+    manager = inversions(pipe) if inversions else None
     compel = Compel(
         [pipe.tokenizer, pipe.tokenizer_2] if two else pipe.tokenizer,
         [pipe.text_encoder, pipe.text_encoder_2] if two else pipe.text_encoder, truncate_long_prompts=False,
-        requires_pooled=[False, True] if two else False,
+        textual_inversion_manager=manager, requires_pooled=[False, True] if two else False,
         returned_embeddings_type=ReturnedEmbeddingsType.PENULTIMATE_HIDDEN_STATES_NON_NORMALIZED if two
         else ReturnedEmbeddingsType.LAST_HIDDEN_STATES_NORMALIZED)
     results = [compel(prompt), compel(negative), compel("")]
@@ -85,7 +86,8 @@ def run(out: Path, name: str, model: str, *, width: int, height: int, steps: int
         prompt: str = "a photo of a red house, \u00e9t\u00e9", negative: str | None = None, guidance: float = 7.5,
         sampler: str = "euler", schedule: str = "", init: np.ndarray | None = None, mask: np.ndarray | None = None,
         latents: list[torch.Tensor] | None = None, strength: float | None = None, patch=None,
-        syntax: str = "", **more) -> list[torch.Tensor]:
+        syntax: str = "", written: dict[str, torch.Tensor] | None = None, embeddings: str = "", inversions=None,
+        **more) -> list[torch.Tensor]:
     folder = out / model
     task = "mask" if mask is not None else "image" if init is not None or latents is not None else "text"
     tensors, finished, count = {"prompt": text(prompt)}, [], 0
@@ -103,7 +105,7 @@ def run(out: Path, name: str, model: str, *, width: int, height: int, steps: int
                          generator=torch.Generator().manual_seed(seed), output_type="latent",
                          callback_on_step_end=after, **more)
         if syntax:
-            arguments |= dict(prompt=None, negative_prompt=None) | embed(pipe, prompt, negative)
+            arguments |= dict(prompt=None, negative_prompt=None) | embed(pipe, prompt, negative, inversions)
         if "height" in inspect.signature(pipe.__call__).parameters:
             arguments |= dict(height=height, width=width)
         if task != "text":
@@ -132,11 +134,12 @@ def run(out: Path, name: str, model: str, *, width: int, height: int, steps: int
     for key, value in (("init_image", init), ("mask_image", mask)):
         if value is not None:
             tensors[key] = torch.from_numpy(value)
+    tensors |= written or {}
     settings = {k: v for k, v in more.items() if "prompt" not in k} | ({} if strength is None else {"strength": strength})
     settings = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in settings.items()}
     save(out, name, tensors, model=model, width=width, height=height, steps=steps, count=len(seeds), ran=count,
          guidance=guidance, sampler=sampler, schedule=schedule,
-         syntax=syntax, **settings)
+         syntax=syntax, embeddings=embeddings, **settings)
     return finished
 
 
