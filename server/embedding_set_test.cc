@@ -34,7 +34,8 @@ class FakePipeline : public Pipeline {
   }
   absl::Status CheckEmbedding(const std::string& name, const TextEmbeddingShape& shape) const override {
     if (shape.clip_l == 8 && shape.clip_g == 0) return absl::OkStatus();
-    return MakeError(absl::StatusCode::kFailedPrecondition, "EMBEDDING_MISMATCH", "no", {{"embedding", name}});
+    return MakeError(absl::StatusCode::kFailedPrecondition, "EMBEDDING_MISMATCH", "no",
+                     {{"embedding", name}});
   }
 
   absl::string_view family() const override { return "fake"; }
@@ -43,7 +44,8 @@ class FakePipeline : public Pipeline {
   const ModelDefaults& defaults() const override { return defaults_; }
   absl::Status Validate(GenerateParams&) const override { return absl::OkStatus(); }
   std::vector<std::string> EncoderComponents(const GenerateParams&) const override { return {}; }
-  absl::Status Encode(const std::string&, const WeightView&, const GenerateParams&, Conditioning&) const override {
+  absl::Status Encode(const std::string&, const WeightView&, const GenerateParams&,
+                      Conditioning&) const override {
     return absl::OkStatus();
   }
   std::string EncodeKey(const std::string&, const GenerateParams&) const override { return ""; }
@@ -54,16 +56,20 @@ class FakePipeline : public Pipeline {
     return at::Tensor();
   }
   std::string denoiser_component() const override { return ""; }
-  absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams&, Conditioning, at::Tensor) const override {
+  absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams&, Conditioning,
+                                                  at::Tensor) const override {
     return absl::UnimplementedError("");
   }
   std::string decoder_component() const override { return ""; }
-  absl::StatusOr<at::Tensor> Decode(const WeightView&, const at::Tensor&, const PhaseOptions&) const override {
+  absl::StatusOr<at::Tensor> Decode(const WeightView&, const at::Tensor&,
+                                    const PhaseOptions&) const override {
     return at::Tensor();
   }
   int64_t SmallerTile(const GenerateParams&, int64_t) const override { return 0; }
   at::Tensor Preview(const at::Tensor&) const override { return {}; }
-  int64_t WorkingBytes(const std::string&, const GenerateParams&, const PhaseOptions&) const override { return 0; }
+  int64_t WorkingBytes(const std::string&, const GenerateParams&, const PhaseOptions&) const override {
+    return 0;
+  }
 
  private:
   std::vector<Component> components_;
@@ -91,7 +97,8 @@ class EmbeddingSetTest : public testing::Test {
     std::ofstream(path, std::ios::binary) << file << header << data;
   }
 
-  absl::StatusOr<std::vector<LockRequest>> Resolve(const std::string& prompt, const std::string& negative = "") {
+  absl::StatusOr<std::vector<LockRequest>> Resolve(const std::string& prompt,
+                                                   const std::string& negative = "") {
     params_ = {};
     params_.prompt = prompt;
     params_.negative_prompt = negative;
@@ -135,7 +142,8 @@ TEST_F(EmbeddingSetTest, NamesArePathsBelowTheRootsAndNothingElse) {
   }
   EXPECT_THAT(names, ElementsAre("cat", "pets/dog", "twin"));
   EXPECT_EQ(catalog().Embedding("cat")->Open()->shape.tokens, 2);
-  for (const char* name : {"../outside", "link", "/cat", "old", "old.pt", "folder", "cat.safetensors", "", "Cat"}) {
+  for (const char* name :
+       {"../outside", "link", "/cat", "old", "old.pt", "folder", "cat.safetensors", "", "Cat"}) {
     EXPECT_EQ(ErrorReason(catalog().Embedding(name).status()), "EMBEDDING_NOT_FOUND") << name;
   }
   const std::string before = catalog().Embedding("cat")->id;
@@ -147,7 +155,8 @@ TEST_F(EmbeddingSetTest, NamesArePathsBelowTheRootsAndNothingElse) {
 TEST_F(EmbeddingSetTest, PromptsNameThemByWholeNamesAndLastParts) {
   Write("a/cat");
   Write("b/pets/dog", 3);
-  const auto requests = Resolve("a <dog>, <cat> and <lora:cat:1> <pets/dog> <unknown>", "embedding:cat++ <dog>");
+  const auto requests =
+      Resolve("a <dog>, <cat> and <lora:cat:1> <pets/dog> <unknown>", "embedding:cat++ <dog>");
   ASSERT_TRUE(requests.ok()) << requests.status();
   EXPECT_THAT(Names(), ElementsAre("pets/dog*3", "cat*2"));
   EXPECT_THAT(params_.embedding_names, ElementsAre(Pair("cat", 1), Pair("dog", 0), Pair("pets/dog", 0)));
@@ -174,18 +183,20 @@ TEST_F(EmbeddingSetTest, ErrorsNameThePrompt) {
   Write("a/cat");
   Write("a/wide", 2, 9);
   Write("a/many", 76);
-  std::ofstream(root_ / "a/pickle.safetensors", std::ios::binary) << std::string("\x80\x02}q\x00X\x01\x00\x00\x00*", 12);
+  std::ofstream(root_ / "a/pickle.safetensors", std::ios::binary)
+      << std::string("\x80\x02}q\x00X\x01\x00\x00\x00*", 12);
   std::ofstream(root_ / "a/torn.safetensors", std::ios::binary) << "torn";
   ExpectError(Resolve("<cat>", "x embedding:dog, y"), absl::StatusCode::kNotFound, "EMBEDDING_NOT_FOUND",
               "params.negative_prompt", "'dog'");
-  ExpectError(Resolve("embedding:../outside"), absl::StatusCode::kNotFound, "EMBEDDING_NOT_FOUND", "params.prompt",
-              "'../outside'");
+  ExpectError(Resolve("embedding:../outside"), absl::StatusCode::kNotFound, "EMBEDDING_NOT_FOUND",
+              "params.prompt", "'../outside'");
   ExpectError(Resolve("", "<wide>"), absl::StatusCode::kFailedPrecondition, "EMBEDDING_MISMATCH",
               "params.negative_prompt", "");
   ExpectError(Resolve("<many>"), absl::StatusCode::kInvalidArgument, "INVALID_EMBEDDING", "params.prompt",
               "embedding many: ");
   ExpectError(Resolve("<pickle>"), absl::StatusCode::kFailedPrecondition, "UNSAFE_FILE", "params.prompt", "");
-  ExpectError(Resolve("<torn>"), absl::StatusCode::kDataLoss, "CORRUPT_FILE", "params.prompt", "embedding torn: ");
+  ExpectError(Resolve("<torn>"), absl::StatusCode::kDataLoss, "CORRUPT_FILE", "params.prompt",
+              "embedding torn: ");
 }
 
 TEST_F(EmbeddingSetTest, ThereIsALimit) {
@@ -195,8 +206,8 @@ TEST_F(EmbeddingSetTest, ThereIsALimit) {
     if (i < 64) absl::StrAppend(&prompt, "<e", i, "> embedding:e", i, " ");
   }
   EXPECT_TRUE(Resolve(prompt).ok());
-  ExpectError(Resolve(prompt, "<e64>"), absl::StatusCode::kInvalidArgument, "INVALID_FIELD", "params.negative_prompt",
-              "more than 64");
+  ExpectError(Resolve(prompt, "<e64>"), absl::StatusCode::kInvalidArgument, "INVALID_FIELD",
+              "params.negative_prompt", "more than 64");
 }
 
 TEST_F(EmbeddingSetTest, ModelsThatTakeNoneHaveText) {

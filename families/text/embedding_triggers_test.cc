@@ -35,7 +35,8 @@ TEST(EmbeddingTriggers, BracketsNameWhatThereIs) {
   EXPECT_THAT(Found("a <cat>, <pets/cat><a.b-c>", Names()), ElementsAre("cat|5", "pets/cat|10", "a.b-c|7"));
   EXPECT_THAT(Found("x<cat>y", Names()), ElementsAre("cat|5"));
   EXPECT_THAT(Found("<<cat>>", Names()), ElementsAre("cat|5"));
-  for (const char* text : {"<lora:cat:1>", "<dog>", "< cat>", "<cat", "<>", "<3", "a < b > c", "<Cat>", "<cat >"}) {
+  for (const char* text :
+       {"<lora:cat:1>", "<dog>", "< cat>", "<cat", "<>", "<3", "a < b > c", "<Cat>", "<cat >"}) {
     EXPECT_THAT(Found(text, Names()), IsEmpty()) << text;
   }
 }
@@ -70,7 +71,8 @@ TEST(EmbeddingTriggers, LongNamesAreNobodys) {
 }
 
 std::string Marked(absl::string_view prompt) {
-  return MarkEmbeddings(prompt, {{"cat", {.first = 4, .count = 2}}, {"pets/cat", {.first = 4799, .count = 75}}});
+  return MarkEmbeddings(prompt,
+                        {{"cat", {.first = 4, .count = 2}}, {"pets/cat", {.first = 4799, .count = 75}}});
 }
 
 TEST(EmbeddingMarks, AreLettersToEverySyntax) {
@@ -82,8 +84,8 @@ TEST(EmbeddingMarks, AreLettersToEverySyntax) {
 
   auto weights = [](const std::string& prompt, PromptSyntax syntax) {
     std::vector<std::pair<std::string, double>> all;
-    for (const PromptFragment& f : ParsePrompt(Marked(prompt), syntax, "params.prompt")->parts[0].texts[0])
-      all.emplace_back(f.text, f.weight);
+    const ParsedPrompt parsed = ParsePrompt(Marked(prompt), syntax, "params.prompt").value();
+    for (const PromptFragment& f : parsed.parts[0].texts[0]) all.emplace_back(f.text, f.weight);
     return all;
   };
   EXPECT_THAT(weights("a (<cat>:1.3) (embedding:pets/cat:0.5)", PromptSyntax::kA1111),

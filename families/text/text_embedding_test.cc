@@ -60,8 +60,8 @@ class TextEmbeddingTest : public testing::Test {
       const size_t begin = data.size();
       data += e.data;
       fields.push_back(absl::StrCat("\"", e.name, "\":{\"dtype\":\"", e.dtype, "\",\"shape\":[",
-                                    absl::StrJoin(e.shape, ","), "],\"data_offsets\":[", begin, ",", data.size(),
-                                    "]}"));
+                                    absl::StrJoin(e.shape, ","), "],\"data_offsets\":[", begin, ",",
+                                    data.size(), "]}"));
     }
     const std::string header = absl::StrCat("{", absl::StrJoin(fields, ","), "}");
     const uint64_t length = header.size();
@@ -116,7 +116,8 @@ TEST_F(TextEmbeddingTest, LayoutsAreToldByTheirNames) {
     for (const EmbeddingEncoder encoder : {EmbeddingEncoder::kClipL, EmbeddingEncoder::kClipG}) {
       const at::Tensor& vectors = (*embedding)->vectors(encoder);
       ASSERT_EQ(vectors.defined(), shape.columns(encoder) > 0);
-      if (vectors.defined()) EXPECT_EQ(vectors.sizes().vec(), (std::vector{c.tokens, shape.columns(encoder)}));
+      if (vectors.defined())
+        EXPECT_EQ(vectors.sizes().vec(), (std::vector{c.tokens, shape.columns(encoder)}));
     }
   }
 }
@@ -143,7 +144,8 @@ TEST_F(TextEmbeddingTest, WhatIsNoEmbeddingIsRefusedWithAReason) {
   };
   for (const Case& c : std::vector<Case>{
            {{almost}, "not finite"},
-           {{Floats("clip_l", {1, 8}), Floats("clip_g", {1, 8}, kInf)}, "clip_g holds a value that is not finite"},
+           {{Floats("clip_l", {1, 8}), Floats("clip_g", {1, 8}, kInf)},
+            "clip_g holds a value that is not finite"},
            {{Halves("x", {1, 8}, "F16", 0x7C00)}, "not finite"},
            {{numbers}, "holds I32"},
            {{Floats("x", {0, 8})}, "0 vectors"},
@@ -207,8 +209,8 @@ class RowsTest : public testing::TestWithParam<int64_t> {
 TEST_P(RowsTest, RowsOfTheVocabularyAreItsWords) {
   const at::Tensor rows = vocabulary_.index_select(0, at::tensor({5, 11, 40}, at::kLong));
   const auto words = model_(*view_, {62, 11, 7, 5, 11, 40, kEnd, 0});
-  const auto marked =
-      model_(*view_, {62, kFirstRowId + 1, 7, kFirstRowId, kFirstRowId + 1, kFirstRowId + 2, kEnd, 0}, {}, {}, rows);
+  const auto marked = model_(
+      *view_, {62, kFirstRowId + 1, 7, kFirstRowId, kFirstRowId + 1, kFirstRowId + 2, kEnd, 0}, {}, {}, rows);
   EXPECT_TRUE(at::equal(marked.hidden, words.hidden));
   EXPECT_TRUE(at::equal(marked.pooled, words.pooled)) << "rows are not taken for the end";
   EXPECT_FALSE(at::equal(model_(*view_, {62, 5, 7, 5, 11, 40, kEnd, 0}).hidden, words.hidden));
