@@ -130,10 +130,13 @@ TEST(ConfigValidation, DevicesAreSpelledOutAndStandOnce) {
   EXPECT_THAT(std::string(ValidateConfig(config).message()), StartsWith("devices: "));
 }
 
-TEST(ConfigValidation, AModelRootThatIsNotThereIsAnError) {
+TEST(ConfigValidation, ARootThatIsNotThereIsAnError) {
   Config config;
   config.model_roots = {"/no/such/folder"};
   EXPECT_EQ(ValidateConfig(config).message(), "model_roots: there is no folder '/no/such/folder'");
+  config = {};
+  config.embedding_roots = {"/no/such/folder"};
+  EXPECT_EQ(ValidateConfig(config).message(), "embedding_roots: there is no folder '/no/such/folder'");
 }
 
 TEST(ConfigValidation, AnImageFitsIntoAMessage) {
@@ -151,6 +154,9 @@ TEST(ConfigValidation, UploadsHaveAFolderOfTheirOwn) {
     config.upload_dir = root + folder;
     EXPECT_THAT(std::string(ValidateConfig(config).message()), StartsWith("upload_dir: ")) << folder;
   }
+  std::swap(config.lora_roots, config.embedding_roots);
+  config.upload_dir = root + "/sub";
+  EXPECT_THAT(std::string(ValidateConfig(config).message()), StartsWith("upload_dir: "));
   config.upload_dir = root + "/subway";
   EXPECT_TRUE(ValidateConfig(config).ok());
   config.upload_total_bytes = config.upload_max_bytes - 1;

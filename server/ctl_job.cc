@@ -258,6 +258,10 @@ void JobOutput::OnDone(const v1::JobEvent::Done& done) {
                HumanMs(t.load_ms()).c_str(), HumanMs(t.encode_ms()).c_str(), HumanMs(t.denoise_ms()).c_str(),
                HumanMs(t.decode_ms()).c_str());
   if (options_.verbose) {
+    for (const v1::EmbeddingReport& embedding : done.embeddings()) {
+      std::fprintf(stderr, "%sembedding %s, tokens: %d\n", Prefix().c_str(),
+                   Printable(embedding.name()).c_str(), embedding.tokens());
+    }
     for (absl::string_view line : absl::StrSplit(PhasesText(done), '\n', absl::SkipEmpty())) {
       std::fprintf(stderr, "%s%s\n", Prefix().c_str(), std::string(line).c_str());
     }

@@ -682,8 +682,8 @@ TEST_F(LatentctlTest, LorasAreListedAndInspected) {
 TEST_F(LatentctlTest, EmbeddingsListsAllPages) {
   EXPECT_EQ(Ctl({"embeddings"}).out,
             "NAME      IN PROMPTS  FAMILY      TOKENS  SIZE\n"
-            "pets/cat  <cat>       SD 1.x      2       6.00 KiB\n"
-            "torn      <torn>      not usable  0       6.00 KiB\n");
+            "pets/cat  <cat>       SD 1.x           2  6.00 KiB\n"
+            "torn      <torn>      not usable       0  6.00 KiB\n");
   EXPECT_EQ(json::parse(Ctl({"embeddings", "--json"}).out)["embeddings"].size(), 2u);
 }
 

@@ -40,7 +40,8 @@ std::vector<int64_t> Numbers(const std::string& text) {
 
 // Those that the case's prompts name, read from their files.
 void AddEmbeddings(const std::string& names, GenerateParams& params) {
-  for (const std::string name : absl::StrSplit(names, ',', absl::SkipEmpty())) {
+  const std::vector<std::string> all = absl::StrSplit(names, ',', absl::SkipEmpty());
+  for (const std::string& name : all) {
     const auto files = WeightFiles::Open(GoldenPath(absl::StrCat("embeddings/", name, ".safetensors")));
     ASSERT_TRUE(files.ok()) << files.status();
     const auto embedding = TextEmbedding::Load(**files, LoadContext([] { return false; }, [](int64_t, int64_t) {}));
