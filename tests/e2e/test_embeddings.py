@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BIN, ROOT, Daemon, Result, reason_of
-from latentd.v1 import cache_pb2, denoise_pb2, model_pb2
+from latentd.v1 import cache_pb2, denoise_pb2, model_pb2, server_pb2
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -111,12 +111,14 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("model,suffix", [("tiny-sd15", ""), ("tiny-sdxl", "xl")])
-@pytest.mark.parametrize("named,syntax,words,same", NAMED)
+# SDXL's pooled text is made of the syntax as it stands: that has to be the same.
+SAME = [row for row in NAMED if re.sub("<redhouse>|embedding:redhouse", WORDS, row[0]) == row[2]]
+
+
+@pytest.mark.parametrize("model,suffix,named,syntax,words,same", [("tiny-sd15", "", *row) for row in NAMED] +
+                         [("tiny-sdxl", "xl", *row) for row in SAME])
 def test_vectors_of_words_are_the_words(daemon, model, suffix, named, syntax, words, same):
     """To the last bit, in every syntax, in the wanted and in the unwanted prompt, pooled text included."""
-    if suffix and re.sub(r"<redhouse>|embedding:redhouse", WORDS, named) != words:
-        pytest.skip("pooled text is made of the syntax as it stands")
     named = named.replace("redhouse", "redhouse" + suffix)
     ours = draw(daemon, model, prompt=named, prompt_syntax=syntax)
     assert ours.sha256 == draw(daemon, model, prompt=words, prompt_syntax=same).sha256
@@ -208,10 +210,12 @@ def test_the_refiner_takes_what_the_base_takes(daemon):
     assert fails(daemon, "tiny-refiner", prompt="<redhouse>", init_image=init).reason == "EMBEDDING_MISMATCH"
 
 
+# Encoded many times over, so that there is time to look: a version for each word that is weighed down.
+SLOW = " ".join(f"(house{i} <redhouse>)0.{i % 9 + 1}" for i in range(60))
+
+
 def test_a_record_is_held_while_prompts_are_encoded_and_no_longer(daemon):
     daemon.cache.TrimCache(cache_pb2.TrimCacheRequest())
-    # Encoded many times over, so that there is time to look: a version for each word that is weighed down.
-    prompt = " ".join(f"(house{i} <redhouse>)0.{i % 9 + 1}" for i in range(60))
     held, after_trim, done = [], [], threading.Event()
 
     def watch():
@@ -227,7 +231,7 @@ def test_a_record_is_held_while_prompts_are_encoded_and_no_longer(daemon):
     watcher.start()
     locked_later = False
     try:
-        for response in daemon.denoise.Generate(request("tiny-sd15", prompt=prompt, prompt_syntax=COMPEL, steps=40)):
+        for response in daemon.denoise.Generate(request("tiny-sd15", prompt=SLOW, prompt_syntax=COMPEL, steps=40)):
             if response.event.WhichOneof("event") == "step" and response.event.step.index == 20:
                 record = records(daemon).get("embedding/words/redhouse")
                 locked_later = record is not None and record.lock_count > 0
@@ -244,6 +248,34 @@ def test_a_record_is_held_while_prompts_are_encoded_and_no_longer(daemon):
     assert not daemon.stats().records and daemon.stats().ram_budget.in_use_bytes == 0
 
 
+def test_jobs_that_are_cancelled_or_whose_client_is_gone_leave_nothing(daemon):
+    for end in ("cancel", "gone"):
+        daemon.cache.TrimCache(cache_pb2.TrimCacheRequest())
+        call = daemon.denoise.Generate(request("tiny-sd15", prompt=SLOW, prompt_syntax=COMPEL))
+        while not (records(daemon).get("embedding/words/redhouse") and daemon.sessions()):
+            time.sleep(0.002)
+        if end == "gone":
+            call.cancel()
+        else:
+            session = daemon.sessions()[0]
+            daemon.server.CancelJob(server_pb2.CancelJobRequest(session=session.session, job_id=session.jobs[0].job_id))
+            with pytest.raises(grpc.RpcError):
+                list(call)
+        daemon.expect_all_released()
+        daemon.cache.TrimCache(cache_pb2.TrimCacheRequest())
+        assert not daemon.stats().records and daemon.stats().ram_budget.in_use_bytes == 0
+
+
+def test_streamed_it_is_the_same(start, root, daemon):
+    """Rows are given to the encoder, wherever its weights are."""
+    streamed = start("--model-roots", str(GOLDENS), "--embedding-roots", str(root), "--devices", "sim:0=256MiB",
+                     "--residency", "stream")
+    for model, prompt in (("tiny-sd15", "a <redhouse>, (<cat>)1.2"), ("tiny-sdxl", "a <catxl>")):
+        ours = draw(streamed, model, prompt=prompt, prompt_syntax=COMPEL)
+        assert ours.sha256 == draw(daemon, model, prompt=prompt, prompt_syntax=COMPEL).sha256
+    streamed.expect_all_released()
+
+
 def test_a_file_is_read_once_and_again_when_it_was_replaced(daemon, root):
     file = root / "words/changing.safetensors"
     save_file({"x": rows("tiny-sd15")}, file)
@@ -258,6 +290,7 @@ def test_a_file_is_read_once_and_again_when_it_was_replaced(daemon, root):
     assert draw(daemon, "tiny-sd15", prompt="a <changing> tree").sha256 == \
         draw(daemon, "tiny-sd15", prompt="a house red tree").sha256
     assert daemon.cache.DropModel(cache_pb2.DropModelRequest(name="words/changing")).evicted_records >= 2
+    assert not draw(daemon, "tiny-sd15", prompt="a <changing> tree").done.phases[0].cached, "made of what was dropped"
     file.unlink()
     assert fails(daemon, "tiny-sd15", prompt="embedding:changing").reason == "EMBEDDING_NOT_FOUND"
     daemon.expect_all_released()
