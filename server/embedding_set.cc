@@ -114,10 +114,21 @@ absl::StatusOr<std::vector<LockRequest>> ResolveEmbeddings(const Pipeline& pipel
   return resolver.TakeRequests();
 }
 
-void SetVectors(absl::Span<const LockHandle> handles, GenerateParams& params) {
+absl::Status SetVectors(const Pipeline& pipeline, absl::Span<const LockHandle> handles,
+                        GenerateParams& params) {
   for (size_t i = 0; i < handles.size(); ++i) {
-    params.embeddings[i].vectors = std::static_pointer_cast<const TextEmbedding>(handles[i].resource());
+    PromptEmbedding& embedding = params.embeddings[i];
+    auto vectors = std::static_pointer_cast<const TextEmbedding>(handles[i].resource());
+    if (vectors->shape().tokens != embedding.tokens ||
+        !pipeline.CheckEmbedding(embedding.name, vectors->shape()).ok()) {
+      return MakeError(
+          absl::StatusCode::kAborted, "EMBEDDING_CHANGED",
+          absl::StrCat("embedding ", embedding.name, " was replaced while it was read; try again"),
+          {{"embedding", embedding.name}, {"retry_ms", "100"}});
+    }
+    embedding.vectors = std::move(vectors);
   }
+  return absl::OkStatus();
 }
 
 void DropVectors(GenerateParams& params) {

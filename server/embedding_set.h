@@ -27,8 +27,10 @@ absl::StatusOr<std::vector<LockRequest>> ResolveEmbeddings(const Pipeline& pipel
                                                            GenerateParams& params);
 
 // Puts the vectors of locked records into `params`, in the order of ResolveEmbeddings. They are taken out
-// again (DropVectors) before the handles go.
-void SetVectors(absl::Span<const LockHandle> handles, GenerateParams& params);
+// again (DropVectors) before the handles go. Errors: ABORTED EMBEDDING_CHANGED for a file that was replaced
+// between the two.
+absl::Status SetVectors(const Pipeline& pipeline, absl::Span<const LockHandle> handles,
+                        GenerateParams& params);
 void DropVectors(GenerateParams& params);
 
 }  // namespace latentd

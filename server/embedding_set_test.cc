@@ -199,6 +199,23 @@ TEST_F(EmbeddingSetTest, ErrorsNameThePrompt) {
               "embedding torn: ");
 }
 
+TEST_F(EmbeddingSetTest, VectorsAreThoseThatWereFound) {
+  Write("a/cat");
+  const auto requests = Resolve("<cat>");
+  ASSERT_TRUE(requests.ok()) << requests.status();
+  RamBudget ram(1 << 20);
+  ModelCache cache(&ram, {});
+  const auto handles = cache.LockAll(*requests, {.owner = "job"});
+  ASSERT_TRUE(handles.ok()) << handles.status();
+  ASSERT_TRUE(SetVectors(pipeline_, *handles, params_).ok());
+  EXPECT_EQ(params_.embeddings[0].vectors.get(), (*handles)[0].resource().get());
+  DropVectors(params_);
+  EXPECT_EQ(params_.embeddings[0].vectors, nullptr);
+  params_.embeddings[0].tokens = 3;  // as if another file had stood there when the header was read
+  EXPECT_EQ(ErrorReason(SetVectors(pipeline_, *handles, params_)), "EMBEDDING_CHANGED");
+  EXPECT_EQ(params_.embeddings[0].vectors, nullptr);
+}
+
 TEST_F(EmbeddingSetTest, ThereIsALimit) {
   std::string prompt;
   for (int i = 0; i < 65; ++i) {

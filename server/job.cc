@@ -123,8 +123,7 @@ absl::Status Job::LockEmbeddings() {
       core_->cache->LockAll(requests, {.owner = setup_.owner,
                                        .deadline = absl::Now() + core_->config.memory_wait_timeout,
                                        .stop = stop_.get_token()}));
-  SetVectors(embedding_locks_, params_);
-  return absl::OkStatus();
+  return SetVectors(*setup_.model->pipeline, embedding_locks_, params_);
 }
 
 void Job::ReleaseEmbeddings() {
