@@ -13,7 +13,26 @@ namespace latentd {
 namespace {
 
 LongPrompts ModeOf(const SdText& text) {
-  return text.syntax == PromptSyntax::kPlain ? LongPrompts::kTruncate : LongPrompts::kWindows;
+  switch (text.syntax) {
+    case PromptSyntax::kPlain:
+      return LongPrompts::kTruncate;
+    case PromptSyntax::kCompel:
+      return LongPrompts::kWindows;
+    case PromptSyntax::kA1111:
+      return LongPrompts::kCommas;
+  }
+  return LongPrompts::kTruncate;
+}
+
+// The window that the pooled embedding is of: all of the text as compel has it, the first window as A1111 has
+// it.
+absl::StatusOr<std::vector<int64_t>> PooledIds(const ClipTokenizer& tokenizer, const SdText& text,
+                                               const ParsedPrompt& prompt) {
+  if (text.syntax != PromptSyntax::kA1111) return OneWindowOfIds(tokenizer, text.text);
+  ASSIGN_OR_RETURN(PromptWindows windows,
+                   MakePromptWindows(tokenizer, prompt.parts[0].texts[0], ModeOf(text), text.field));
+  windows.ids.resize(static_cast<size_t>(windows.size));
+  return std::move(windows.ids);
 }
 
 }  // namespace
@@ -63,8 +82,14 @@ absl::StatusOr<ClipTextModel::Output> EncodeText(const SdEncoder& encoder, const
                                     const std::vector<int64_t>& mask) -> absl::StatusOr<at::Tensor> {
       return model(w, ids, hidden_only, mask, rows).hidden;
     };
-    ASSIGN_OR_RETURN(output.hidden, EncodePrompt(tokenizer, prompt, ModeOf(text), encode, text.field));
-    if (tap.pooled) output.pooled = model(w, OneWindowOfIds(tokenizer, text.text), tap, {}, rows).pooled;
+    const PromptWeights weights =
+        text.syntax == PromptSyntax::kA1111 ? PromptWeights::kKeepMean : PromptWeights::kAgainstEmpty;
+    ASSIGN_OR_RETURN(output.hidden,
+                     EncodePrompt(tokenizer, prompt, ModeOf(text), weights, encode, text.field));
+    if (tap.pooled) {
+      ASSIGN_OR_RETURN(const std::vector<int64_t> ids, PooledIds(tokenizer, text, prompt));
+      output.pooled = model(w, ids, tap, {}, rows).pooled;
+    }
   }
   if (const int64_t missing = tokens - output.hidden.size(1); missing > 0) {
     const at::Tensor empty = model(w, EmptyPromptWindow(tokenizer).ids, hidden_only).hidden;

@@ -14,9 +14,9 @@ namespace {
 // One encoding of one prompt.
 class Encoding {
  public:
-  Encoding(const ClipTokenizer& tokenizer, LongPrompts mode, const EncodeWindow& encode,
-           absl::string_view field)
-      : tokenizer_(tokenizer), mode_(mode), encode_(encode), field_(field) {}
+  Encoding(const ClipTokenizer& tokenizer, LongPrompts mode, PromptWeights weights,
+           const EncodeWindow& encode, absl::string_view field)
+      : tokenizer_(tokenizer), mode_(mode), weights_(weights), encode_(encode), field_(field) {}
 
   absl::StatusOr<at::Tensor> Prompt(const ParsedPrompt& prompt) {
     std::vector<at::Tensor> parts;
@@ -64,6 +64,7 @@ class Encoding {
     std::vector<at::Tensor> versions(1);
     std::vector<double> shares = {1};
     ASSIGN_OR_RETURN(versions[0], Weighted(windows, all));
+    if (weights_ == PromptWeights::kKeepMean) return versions[0];
     for (size_t i = 0; i < text.size(); ++i) {
       if (text[i].weight >= 1 || !windows.spans[i]) continue;
       ASSIGN_OR_RETURN(versions.emplace_back(), Weighted(windows, Without(windows, *windows.spans[i])));
@@ -95,10 +96,15 @@ class Encoding {
                        encode_({windows.ids.begin() + begin, windows.ids.begin() + end}, seen));
       if (std::any_of(windows.weights.begin() + begin, windows.weights.begin() + end,
                       [](double weight) { return weight != 1; })) {
-        ASSIGN_OR_RETURN(const at::Tensor empty, Empty());
         const std::vector<double> values(windows.weights.begin() + begin, windows.weights.begin() + end);
         const at::Tensor weights = at::tensor(values).to(hidden.options()).view({1, windows.size, 1});
-        hidden = at::where(weights == 1, hidden, empty + (hidden - empty) * weights);
+        if (weights_ == PromptWeights::kKeepMean) {
+          const at::Tensor weighted = hidden * weights;
+          hidden = weighted * (hidden.mean() / weighted.mean());
+        } else {
+          ASSIGN_OR_RETURN(const at::Tensor empty, Empty());
+          hidden = at::where(weights == 1, hidden, empty + (hidden - empty) * weights);
+        }
       }
       encoded.push_back(std::move(hidden));
     }
@@ -114,6 +120,7 @@ class Encoding {
 
   const ClipTokenizer& tokenizer_;
   const LongPrompts mode_;
+  const PromptWeights weights_;
   const EncodeWindow& encode_;
   const absl::string_view field_;
   at::Tensor empty_;
@@ -122,9 +129,9 @@ class Encoding {
 }  // namespace
 
 absl::StatusOr<at::Tensor> EncodePrompt(const ClipTokenizer& tokenizer, const ParsedPrompt& prompt,
-                                        LongPrompts mode, const EncodeWindow& encode,
+                                        LongPrompts mode, PromptWeights weights, const EncodeWindow& encode,
                                         absl::string_view field) {
-  return Encoding(tokenizer, mode, encode, field).Prompt(prompt);
+  return Encoding(tokenizer, mode, weights, encode, field).Prompt(prompt);
 }
 
 void PadToSameLength(std::vector<at::Tensor>& embeddings, const at::Tensor& empty) {

@@ -1,8 +1,5 @@
 // Weighted, blended and concatenated prompts as embeddings of a CLIP text encoder. Numbers are those of
-// compel.
-//
-// A weight moves a token's embedding away from the empty prompt's by that factor. A fragment with a weight
-// below 1 is also blended with the prompt that the encoder sees without it: half and half at 0.5, gone at 0.
+// compel or, with weights that keep the mean, those of A1111.
 //
 // Knows no encoder: the caller passes one. Pure but for that; any thread that may call it.
 #ifndef LATENTD_FAMILIES_TEXT_PROMPT_CONDITIONING_H_
@@ -26,10 +23,22 @@ namespace latentd {
 using EncodeWindow = std::function<absl::StatusOr<at::Tensor>(const std::vector<int64_t>& ids,
                                                               const std::vector<int64_t>& mask)>;
 
+// What a weight does.
+enum class PromptWeights {
+  // It moves a token's embedding away from the empty prompt's by that factor. A fragment with a weight below
+  // 1 is also
+  // blended with the prompt that the encoder sees without it: half and half at 0.5, gone at 0. compel.
+  kAgainstEmpty,
+  // It multiplies a token's embedding; then the whole window is scaled to the mean that it had. A1111's
+  // "original"
+  // emphasis (modules/sd_emphasis.py).
+  kKeepMean,
+};
+
 // Embeddings [1, windows·tokens, dim] of a prompt, on the device and in the type of what `encode` gives.
 // Errors: those of `encode` and of MakePromptWindows.
 absl::StatusOr<at::Tensor> EncodePrompt(const ClipTokenizer& tokenizer, const ParsedPrompt& prompt,
-                                        LongPrompts mode, const EncodeWindow& encode,
+                                        LongPrompts mode, PromptWeights weights, const EncodeWindow& encode,
                                         absl::string_view field);
 
 // Brings embeddings of a prompt and its negative to one length, by windows of the empty prompt, for encoders

@@ -182,6 +182,18 @@ TEST_F(PromptWindowsTest, BreakBeginsAWindow) {
   const PromptText text = {{"a", 1}, {"b", 1, true}};
   EXPECT_THAT(Windows(text).ids, ElementsAre(6, 2, 7, 8, 8, 8, 6, 3, 7, 8, 8, 8));
   EXPECT_THAT(Windows(text, LongPrompts::kTruncate).ids, ElementsAre(6, 2, 3, 7, 8, 8));
+  EXPECT_THAT(Windows({{"a", 1, true}}, LongPrompts::kCommas).ids,
+              ElementsAre(6, 7, 8, 8, 8, 8, 6, 2, 7, 8, 8, 8))
+      << "before it is an empty window";
+}
+
+TEST_F(PromptWindowsTest, A1111CutsAfterCommasOrAnywhere) {
+  auto ids = [&](const char* text) { return Windows({{text, 1}}, LongPrompts::kCommas).ids; };
+  EXPECT_THAT(ids("a, b a b"), ElementsAre(6, 2, 5, 7, 8, 8, 6, 3, 2, 3, 7, 8));
+  EXPECT_THAT(ids("a. b a b"), ElementsAre(6, 2, 4, 3, 2, 7, 6, 3, 7, 8, 8, 8)) << "not after full stops";
+  EXPECT_THAT(ids("a b aaab"), ElementsAre(6, 2, 3, 0, 0, 7, 6, 0, 3, 7, 8, 8)) << "in the middle of words";
+  EXPECT_THAT(ids("a, b a, b"), ElementsAre(6, 2, 5, 3, 2, 7, 6, 5, 3, 7, 8, 8))
+      << "a comma goes to the next window";
 }
 
 TEST_F(PromptWindowsTest, AnEmbeddingIsNotCutApart) {
@@ -194,12 +206,14 @@ TEST_F(PromptWindowsTest, AnEmbeddingIsNotCutApart) {
   EXPECT_THAT(ids("a<two>b"), ElementsAre(6, 2, kRow, kRow + 1, 3, 7)) << "it parts words";
   // As compel has it: the window ends with the last word.
   EXPECT_THAT(ids("a b <three>"), ElementsAre(6, 2, 3, 7, 8, 8, 6, kRow + 2, kRow + 3, kRow + 4, 7, 8));
-  EXPECT_THAT(ids("a <two> <three>"),
-              ElementsAre(6, 2, 7, 8, 8, 8, 6, kRow, kRow + 1, 7, 8, 8, 6, kRow + 2, kRow + 3, kRow + 4, 7, 8));
+  EXPECT_THAT(ids("a <two> <three>"), ElementsAre(6, 2, 7, 8, 8, 8, 6, kRow, kRow + 1, 7, 8, 8, 6, kRow + 2,
+                                                  kRow + 3, kRow + 4, 7, 8));
   // compel would cut the second one after a token.
-  EXPECT_THAT(ids("<three><two>"), ElementsAre(6, kRow + 2, kRow + 3, kRow + 4, 7, 8, 6, kRow, kRow + 1, 7, 8, 8));
+  EXPECT_THAT(ids("<three><two>"),
+              ElementsAre(6, kRow + 2, kRow + 3, kRow + 4, 7, 8, 6, kRow, kRow + 1, 7, 8, 8));
   EXPECT_THAT(Windows({{marked("a b a <two>"), 1}}, LongPrompts::kTruncate).ids,
-              ElementsAre(6, 2, 3, 2, kRow, 7)) << "what is left over is dropped";
+              ElementsAre(6, 2, 3, 2, kRow, 7))
+      << "what is left over is dropped";
   const PromptWindows weighted = Windows({{"a", 1}, {marked("<two>"), 1.5}});
   EXPECT_THAT(weighted.weights, ElementsAre(1, 1, 1.5, 1.5, 1, 1));
   EXPECT_EQ(weighted.spans[1]->first, 2);

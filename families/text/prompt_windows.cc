@@ -18,7 +18,8 @@ struct Token {
 
 class Builder {
  public:
-  Builder(const ClipTokenizer& tokenizer, size_t fragments) : tokenizer_(tokenizer) {
+  Builder(const ClipTokenizer& tokenizer, LongPrompts mode, size_t fragments)
+      : tokenizer_(tokenizer), mode_(mode) {
     windows_.size = tokenizer.model_max_length();
     windows_.spans.resize(fragments);
   }
@@ -65,17 +66,31 @@ class Builder {
       }
       return 0;
     };
-    size_t count = last([&](int64_t id) { return tokenizer_.IsOneOf(id, "."); });
+    size_t count = 0;
+    if (mode_ == LongPrompts::kCommas) {
+      constexpr size_t kBacktrack = 20;
+      const Token& next = tokens[at + room()];
+      count = next.continues || tokenizer_.IsOneOf(next.id, ",")
+                  ? 0
+                  : last([&](int64_t id) { return tokenizer_.IsOneOf(id, ","); });
+      return count > 0 && count + kBacktrack > room() ? count : WholeEmbeddings(tokens, at);
+    }
+    count = last([&](int64_t id) { return tokenizer_.IsOneOf(id, "."); });
     if (count == 0) count = last([&](int64_t id) { return tokenizer_.IsOneOf(id, ".,;:"); });
     if (count == 0) count = last([&](int64_t id) { return id < kFirstRowId && tokenizer_.EndsWord(id); });
     if (count != 0) return count;
-    // No word ends there. compel cuts where the window ends; an embedding is left whole.
-    for (count = room(); count > 0 && tokens[at + count].continues; --count) {
-    }
+    return WholeEmbeddings(tokens, at);  // no word ends there
+  }
+
+  // As many tokens as there is room for, but for the beginning of an embedding that goes on after them.
+  size_t WholeEmbeddings(const std::vector<Token>& tokens, size_t at) const {
+    size_t count = room();
+    while (count > 0 && tokens[at + count].continues) --count;
     return count == 0 ? room() : count;
   }
 
   const ClipTokenizer& tokenizer_;
+  const LongPrompts mode_;
   PromptWindows windows_;
 };
 
@@ -83,10 +98,10 @@ class Builder {
 
 absl::StatusOr<PromptWindows> MakePromptWindows(const ClipTokenizer& tokenizer, const PromptText& text,
                                                 LongPrompts mode, absl::string_view field) {
-  Builder builder(tokenizer, text.size());
+  Builder builder(tokenizer, mode, text.size());
   std::vector<Token> tokens;
   for (size_t i = 0; i < text.size(); ++i) {
-    if (text[i].begins_window && mode == LongPrompts::kWindows && i > 0) {
+    if (text[i].begins_window && mode != LongPrompts::kTruncate) {
       builder.AddAll(tokens);
       tokens.clear();
     }
@@ -94,7 +109,7 @@ absl::StatusOr<PromptWindows> MakePromptWindows(const ClipTokenizer& tokenizer, 
       tokens.push_back({token.id, token.continues, text[i].weight, i});
     }
   }
-  if (mode == LongPrompts::kWindows) {
+  if (mode != LongPrompts::kTruncate) {
     builder.AddAll(tokens);
   } else {
     builder.AddWindow(tokens.data(), tokens.data() + std::min(tokens.size(), builder.room()));
@@ -114,7 +129,7 @@ absl::StatusOr<PromptWindows> MakePromptWindows(const ClipTokenizer& tokenizer, 
 }
 
 PromptWindows EmptyPromptWindow(const ClipTokenizer& tokenizer) {
-  Builder builder(tokenizer, 0);
+  Builder builder(tokenizer, LongPrompts::kTruncate, 0);
   builder.AddWindow(nullptr, nullptr);
   return std::move(builder.windows());
 }

@@ -15,7 +15,9 @@ namespace latentd {
 
 enum class LongPrompts {
   kTruncate,  // one window; what is left over is dropped
-  kWindows,   // as many windows as it takes
+  kWindows,  // as many windows as it takes, cut as compel does: after the last full stop that is in a window;
+             // else after the last of ,;:. or the last word there
+  kCommas,  // the same, cut as A1111 does: after a comma among the last 20 tokens, else where the window ends
 };
 
 // More windows than this are refused: each is a call of the encoder, and tokens for every attention of the
@@ -37,11 +39,10 @@ struct PromptWindows {
   int64_t count() const { return static_cast<int64_t>(ids.size()) / size; }
 };
 
-// A long prompt is cut after the last full stop that is in a window; else after the last of ,;:. or the last
-// word there, as compel does; embeddings end no word, and only those that do not fit into one window together
-// with no word between them are cut apart, never one of them. Texts may hold marks (embedding_triggers.h).
-// Windows have the tokenizer's model_max_length. Errors: INVALID_ARGUMENT INVALID_FIELD on `field` for a
-// prompt of more than kMaxPromptWindows.
+// Embeddings end no word, and only those that do not fit into one window together with no word between them
+// are cut apart, never one of them. Texts may hold marks (embedding_triggers.h). Windows have the tokenizer's
+// model_max_length. Errors: INVALID_ARGUMENT INVALID_FIELD on `field` for a prompt of more than
+// kMaxPromptWindows.
 absl::StatusOr<PromptWindows> MakePromptWindows(const ClipTokenizer& tokenizer, const PromptText& text,
                                                 LongPrompts mode, absl::string_view field);
 

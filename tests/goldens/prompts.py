@@ -1,4 +1,5 @@
-"""What compel makes of prompts: how it reads them, and their embeddings by a tiny CLIP.
+"""What compel makes of prompts: how it reads them, and their embeddings by a tiny CLIP; and what A1111 would make of
+some, by a script of its published rules.
 
 Every call of the encoder is written down with its ids and mask, so that whoever asks for the same windows gets the
 same hidden states.
@@ -47,6 +48,21 @@ ENCODED = [
 ]
 
 
+BREAK = "BREAK"
+# A prompt in A1111's syntax, and the same as texts with their weights.
+A1111 = [
+    ("a photo of a red house", [("a photo of a red house", 1)]), ("", [("", 1)]),
+    ("a (red house:1.4) under (the sun)", [("a ", 1), ("red house", 1.4), (" under ", 1), ("the sun", 1.1)]),
+    ("a ((red)) [house], \\(by\\) the sea", [("a ", 1), ("red", 1.1 * 1.1), (" ", 1), ("house", 1 / 1.1),
+                                           (", (by) the sea", 1)]),
+    ("a house BREAK (a tree:0.6) BREAK BREAK sun", [("a house", 1), BREAK, ("a tree", 0.6), BREAK, BREAK, ("sun", 1)]),
+    ("BREAK sun", [("", 1), BREAK, ("sun", 1)]), ("(all of it:0.3)", [("all of it", 0.3)]),
+    (LONG + "(in the sea:1.3)" + LONG, [(LONG, 1), ("in the sea", 1.3), (LONG, 1)]),
+    (RUN_ON + "(end:1.2)", [(RUN_ON, 1), ("end", 1.2)]), (RUN_ON[:290] + "a, b" + RUN_ON, [(RUN_ON[:290] + "a, b" + RUN_ON, 1)]),
+    (SYLLABLES, [(SYLLABLES, 1)]),
+]
+
+
 def described(prompt: str) -> str:
     """Parts, texts and fragments, a line each."""
     lines, parsed = [], PromptParser().parse_conjunction(prompt)
@@ -88,3 +104,52 @@ def write_all(out: Path) -> None:
         tensors |= {f"padded.{i}": t for i, t in enumerate(compel.pad_conditioning_tensors_to_same_length(pair))}
         tensors |= {"call_keys": torch.tensor(list(calls)), "call_hidden": torch.cat(list(calls.values()))}
         save(out, f"prompts-{mode}", tensors, names=",".join(name for name, _ in ENCODED))
+
+    calls, tensors = {}, {}
+    for i, (prompt, fragments) in enumerate(A1111):
+        chunks = []
+        for ids, weights in a1111_chunks(tokenizer, fragments):
+            hidden = encoder(torch.tensor([ids])).last_hidden_state
+            calls[(*ids, *(1 for _ in ids))] = hidden
+            before = hidden.mean()
+            hidden = hidden * torch.tensor(weights)[None, :, None]
+            chunks.append(hidden * (before / hidden.mean()))
+        tensors |= {f"prompt.{i}": text(prompt + "\0"), f"embedding.{i}": torch.cat(chunks, 1)}
+    tensors |= {"call_keys": torch.tensor(list(calls)), "call_hidden": torch.cat(list(calls.values()))}
+    save(out, "prompts-a1111", tensors, count=len(A1111))
+
+
+def a1111_chunks(tokenizer: CLIPTokenizer, fragments: list) -> list[tuple[list[int], list[float]]]:
+    """Chunks of 75 tokens between their begin and end. A full chunk gives what comes after its last comma to the next
+    one, if that are fewer than 20 tokens and no comma is next."""
+    length, comma = tokenizer.model_max_length - 2, tokenizer.convert_tokens_to_ids(",</w>")
+    chunks, now, last_comma = [], [], -1
+
+    def close() -> None:
+        nonlocal now, last_comma
+        chunks.append(now)
+        now, last_comma = [], -1
+
+    for fragment in fragments:
+        if fragment == BREAK:
+            close()
+            continue
+        for token in tokenizer(fragment[0], add_special_tokens=False).input_ids:
+            if token == comma:
+                last_comma = len(now)
+            elif len(now) == length and last_comma != -1 and length - last_comma <= 20:
+                rest = now[last_comma + 1:]
+                del now[last_comma + 1:]
+                close()
+                now = rest
+            if len(now) == length:
+                close()
+            now.append((token, fragment[1]))
+    if now or not chunks:
+        close()
+    result = []
+    for chunk in chunks:
+        padding = length - len(chunk)
+        ids = [tokenizer.bos_token_id, *(t for t, _ in chunk), tokenizer.eos_token_id, *[tokenizer.pad_token_id] * padding]
+        result.append((ids, [1.0, *(w for _, w in chunk), *[1.0] * (padding + 1)]))
+    return result

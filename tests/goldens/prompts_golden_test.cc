@@ -87,7 +87,7 @@ TEST_P(PromptEmbeddingGolden, EmbeddingsAreThoseOfCompel) {
   auto encode = [&](const std::string& prompt) {
     auto parsed = ParsePrompt(prompt, PromptSyntax::kCompel, "params.prompt");
     EXPECT_TRUE(parsed.ok()) << parsed.status();
-    return EncodePrompt(**tokenizer, *parsed, mode, encoder, "params.prompt");
+    return EncodePrompt(**tokenizer, *parsed, mode, PromptWeights::kAgainstEmpty, encoder, "params.prompt");
   };
   double worst = 0;
   const std::vector<std::string> names = absl::StrSplit(golden.Setting("names"), ',');
@@ -109,6 +109,27 @@ TEST_P(PromptEmbeddingGolden, EmbeddingsAreThoseOfCompel) {
   EXPECT_LE(RelativeError(pair[1], golden["padded.1"]), 1e-6);
 }
 INSTANTIATE_TEST_SUITE_P(Modes, PromptEmbeddingGolden, testing::Values("windows", "truncated"));
+
+TEST(PromptGolden, A1111sEmbeddings) {
+  const c10::InferenceMode inference;
+  const Golden golden("prompts-a1111");
+  auto tokenizer = ClipTokenizer::Load(GoldenPath("tiny-dev/tokenizer"));
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  const RecordedEncoder encoder(golden);
+  double worst = 0;
+  for (int64_t i = 0; i < golden.Int("count"); ++i) {
+    const std::string prompt = PromptOf(golden, absl::StrCat("prompt.", i));
+    auto parsed = ParsePrompt(prompt, PromptSyntax::kA1111, "params.prompt");
+    ASSERT_TRUE(parsed.ok()) << prompt << ": " << parsed.status();
+    const auto embedding = EncodePrompt(**tokenizer, *parsed, LongPrompts::kCommas, PromptWeights::kKeepMean,
+                                        encoder, "params.prompt");
+    ASSERT_TRUE(embedding.ok()) << prompt << ": " << embedding.status();
+    const double error = RelativeError(*embedding, golden[absl::StrCat("embedding.", i)]);
+    EXPECT_LE(error, 1e-6) << prompt;
+    worst = std::max(worst, error);
+  }
+  Report("prompts, A1111", worst);
+}
 
 TEST(PromptEncoderGolden, MaskedTokensAreNotSeen) {
   const c10::InferenceMode inference;
