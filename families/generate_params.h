@@ -25,8 +25,6 @@ struct DenoiseTiles {
   int64_t width = 1024, height = 1024, overlap = 32;
 };
 
-// Field names in errors are those of latentd.v1.GenerateParams in proto/: "params.width".
-
 class TextEmbedding;  // families/text/text_embedding.h
 
 // A textual inversion that the prompts name.
@@ -38,6 +36,7 @@ struct PromptEmbedding {
   std::shared_ptr<const TextEmbedding> vectors;
 };
 
+// Field names in errors are those of latentd.v1.GenerateParams in proto/: "params.width".
 struct GenerateParams {
   std::string prompt;
   std::optional<std::string> negative_prompt;
