@@ -105,6 +105,16 @@ absl::StatusOr<at::Tensor> MergeLowRank(const at::Tensor& weight, const std::vec
   return result;
 }
 
+// What makes rotations of their blocks takes: some solutions of systems of equations, as large as the blocks.
+int64_t RotationNumbers(const PatchLayer& layer) {
+  constexpr int64_t kSolutions = 6;
+  int64_t numbers = 0;
+  if (std::holds_alternative<Oft>(layer.math) || std::holds_alternative<Boft>(layer.math)) {
+    PatchLayer(layer).ForEachTensor([&](const at::Tensor& t) { numbers += t.numel(); });
+  }
+  return kSolutions * numbers;
+}
+
 // The differences of fused layers, each kept until the last of its parts took its rows.
 class Deltas {
  public:
@@ -186,8 +196,7 @@ absl::Status CheckShapes(const std::string& name, const PatchLayer& layer,
     const std::vector<int64_t>& shape = layout[part.weight].shape;
     const std::string& weight = layout[part.weight].name;
     rows = std::max(rows, part.row_begin + part.rows);
-    int64_t columns = 1;
-    for (size_t d = 1; d < shape.size(); ++d) columns *= shape[d];
+    const int64_t columns = RowNumbers(shape);
     const bool for_vectors =
         std::holds_alternative<Difference>(layer.math) || std::holds_alternative<Replacement>(layer.math);
     if (layer.has_weight() && shape.size() == 1 && !for_vectors) {
@@ -216,8 +225,7 @@ absl::Status CheckShapes(const std::string& name, const PatchLayer& layer,
 }
 
 int64_t ColumnsWith(const PatchLayer& layer, at::IntArrayRef shape) {
-  int64_t columns = 1;
-  for (size_t d = 1; d < shape.size(); ++d) columns *= shape[d];
+  const int64_t columns = RowNumbers(shape);
   return shape.size() == 2 && layer.low_rank() != nullptr ? std::max(columns, layer.extent().columns)
                                                           : columns;
 }
@@ -287,21 +295,23 @@ int64_t MergeScratchBytes(const ComponentLayout& layout, const Contributions& co
   int64_t most = 0;
   for (const auto& [index, shares] : contributions) {
     const std::vector<int64_t>& shape = layout[Slot{index}].shape;
-    if (OnlyLowRank(shape, form(Slot{index}), shares)) continue;
     const int64_t columns = shares.front().bias ? 1 : ColumnsOf(shape, shares);
-    int64_t numbers = shape[0] * columns;  // the sum
-    int64_t making = 0;                    // what one formula takes for itself
+    int64_t numbers = OnlyLowRank(shape, form(Slot{index}), shares) ? 0 : shape[0] * columns;  // the sum
+    int64_t making = 0;  // what the formula that takes most has for itself
     for (const Contribution& c : shares) {
       if (c.bias || !c.layer->has_weight()) continue;
       if (const LowRank* low_rank = c.layer->low_rank()) {
-        making = std::max(making, low_rank->rank() * (shape[0] + columns));
+        // Factors in fp32, put together for all layers, and packed.
+        numbers += low_rank->rank() * (2 * shape[0] + 3 * columns);
         continue;
       }
       int64_t rows = 0;  // a fused layer's difference is made whole, and kept for its other parts
       for (const LayerPart& part : *c.parts) rows = std::max(rows, part.row_begin + part.rows);
       numbers += rows * columns;
-      // The weight itself or the product of one factor, and a term on its way to the sum.
-      making = std::max(making, 2 * rows * columns);
+      // The product of a factor and a term on its way to the sum; the weight, and it in a formula's
+      // arrangement.
+      making =
+          std::max(making, (c.layer->depends_on_base() ? 4 : 2) * rows * columns + RotationNumbers(*c.layer));
     }
     most = std::max(most, numbers + making);
   }

@@ -68,8 +68,8 @@ SplitContributions Split(const ComponentLayout& layout, Contributions contributi
 // Bytes of the tensors that Merge makes.
 int64_t MergedBytes(const WeightSet& base, const Contributions& contributions);
 
-// Bytes that Merge takes beside its result while it works: sums and differences in fp32, by the shapes of the
-// tensor that takes most. None for tensors that meet plain low-rank layers alone.
+// Bytes that Merge takes beside its result while it works, at most: factors, sums and differences in fp32, by
+// the shapes of the tensor that takes most.
 int64_t MergeScratchBytes(const ComponentLayout& layout, const Contributions& contributions,
                           const std::function<StorageForm(Slot)>& form);
 
