@@ -83,7 +83,7 @@ absl::StatusOr<at::Tensor> MergeLowRank(const at::Tensor& weight, const std::vec
   std::vector<at::Tensor> ups, downs;
   for (const Contribution& c : shares) {
     ups.push_back(ScaledUp(c, *c.layer->low_rank()));
-    downs.push_back(Matrix(c.layer->low_rank()->down));
+    downs.push_back(c.layer->low_rank()->Inner());
   }
   const at::Tensor up = ups.size() == 1 ? ups[0] : at::cat(ups, 1);
   const at::Tensor down = downs.size() == 1 ? downs[0] : at::cat(downs, 0);
@@ -272,8 +272,9 @@ SplitContributions Split(const ComponentLayout& layout, Contributions contributi
   for (auto& [index, shares] : contributions) {
     const std::vector<int64_t>& shape = layout[Slot{index}].shape;
     const bool may_merge = all_direct && HasDirectPath(form(Slot{index}));
-    const bool beside = !may_merge && shape.size() == 2 && absl::c_all_of(shares, [&](const Contribution& c) {
-      return !c.bias && c.layer->low_rank() != nullptr && ColumnsWith(*c.layer, shape) == shape[1];
+    const bool has_inputs = shape.size() == 2 || shape.size() == 4;  // of a linear layer or a convolution
+    const bool beside = !may_merge && has_inputs && absl::c_all_of(shares, [&](const Contribution& c) {
+      return !c.bias && c.layer->low_rank() != nullptr && ColumnsWith(*c.layer, shape) == RowNumbers(shape);
     });
     (beside ? split.beside : split.direct).emplace(index, std::move(shares));
   }
@@ -347,7 +348,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
       } else if (std::holds_alternative<Replacement>(c.layer->math)) {
         continue;
       } else if (const LowRank* low_rank = c.layer->low_rank()) {
-        const at::Tensor down = Matrix(low_rank->down);
+        const at::Tensor down = low_rank->Inner();
         matrix.narrow(1, 0, down.size(1)).addmm_(ScaledUp(c, *low_rank), down);
       } else {
         const at::Tensor rows = deltas.Rows(c);
@@ -367,18 +368,21 @@ int64_t SidecarBytes(const ComponentLayout& layout, const Contributions& contrib
     const std::vector<int64_t>& shape = layout[Slot{index}].shape;
     int64_t rank = 0;
     for (const Contribution& c : shares) rank += c.layer->low_rank()->rank();
-    elements += rank * (shape[0] + shape[1]);
+    elements += rank * (shape[0] + RowNumbers(shape));
   }
   return elements * static_cast<int64_t>(c10::elementSize(compute));
 }
 
-std::unique_ptr<Sidecar> MakeSidecar(const std::vector<Contribution>& contributions, at::ScalarType compute) {
+std::unique_ptr<Sidecar> MakeSidecar(at::IntArrayRef shape, const std::vector<Contribution>& contributions,
+                                     at::ScalarType compute) {
   const c10::NoGradGuard no_grad;
   std::vector<at::Tensor> downs;
   std::vector<at::Tensor> ups;
   for (const Contribution& c : contributions) {
     const LowRank& low_rank = *c.beside->low_rank();
-    downs.push_back(low_rank.down.reshape({low_rank.rank(), -1}).to(compute));
+    std::vector<int64_t> kernel = shape.vec();
+    kernel[0] = low_rank.rank();
+    downs.push_back((low_rank.mid.defined() ? low_rank.Inner() : low_rank.down).reshape(kernel).to(compute));
     ups.push_back(ScaledUp(c, low_rank));
   }
   return std::make_unique<Sidecar>(Sidecar{downs.size() == 1 ? downs[0] : at::cat(downs, 0),

@@ -1,7 +1,7 @@
 // What patches do to the tensors of one component. For the files of LayerPatcher; formulas are in layers/.
 //
 // Direct: the differences of all patches of a tensor, weight · Δ, are summed in fp32, added to the fp32 value
-// of the weight, and rounded once to its storage type. Beside it: the same sum as one pair of matrices,
+// of the weight, and rounded once to its storage type. Beside it: the same sum as one pair of factors,
 // patches concatenated along the rank; for tensors that meet nothing but plain low-rank layers.
 //
 // Where a file's layer is a fused matrix and the model has its parts, the difference is made for the whole
@@ -83,8 +83,9 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
 int64_t SidecarBytes(const ComponentLayout& layout, const Contributions& contributions,
                      at::ScalarType compute);
 
-// All contributions to one tensor as one pair of matrices. May alias a patch.
-std::unique_ptr<Sidecar> MakeSidecar(const std::vector<Contribution>& contributions, at::ScalarType compute);
+// All contributions to one tensor of that shape as one pair of factors. May alias a patch.
+std::unique_ptr<Sidecar> MakeSidecar(at::IntArrayRef shape, const std::vector<Contribution>& contributions,
+                                     at::ScalarType compute);
 
 }  // namespace latentd
 

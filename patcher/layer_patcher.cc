@@ -185,7 +185,8 @@ absl::Status LayerPatcher::ApplySidecar(const WeightSet& weights, const PatchTar
     if (options.stop.stop_requested()) {
       return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while patches were applied");
     }
-    overlay.sidecars_[static_cast<size_t>(index)] = MakeSidecar(shares, options.compute);
+    overlay.sidecars_[static_cast<size_t>(index)] =
+        MakeSidecar(weights.layout()[Slot{index}].shape, shares, options.compute);
   }
   return absl::OkStatus();
 }

@@ -37,8 +37,8 @@ using Contributions = std::map<int32_t, std::vector<Contribution>>;
 //   nothing
 //            but plain low-rank layers go sidecar. Never from what happens to be resident, so the same
 //            request gives the same bytes
-// Only plain low-rank differences of a linear weight can be computed beside it. A tensor that meets another
-// kind, and every bias, is merged in all modes; the report counts it as direct.
+// Only plain low-rank differences of a linear layer or a convolution can be computed beside it. A tensor that
+// meets another kind, and every bias, is merged in all modes; the report counts it as direct.
 enum class PatchMode { kAuto, kDirect, kSidecar };
 
 struct ApplyOptions {

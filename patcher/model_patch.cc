@@ -45,9 +45,8 @@ absl::Status ModelPatch::Build(const NamedShapes& shapes, const Read& read, cons
     if (!finite) return InvalidLayer(name, "holds a value that is not finite");
     context.Progress(bytes_, total);
     if (const LowRank* low_rank = layer.low_rank()) {
-      for (const at::Tensor& t : {low_rank->down, low_rank->up}) {
-        device_bytes_ += PaddedBytes(static_cast<int64_t>(t.nbytes()));
-      }
+      LowRank(*low_rank).ForEachTensor(
+          [&](const at::Tensor& t) { device_bytes_ += PaddedBytes(static_cast<int64_t>(t.nbytes())); });
     }
     layers_.push_back(std::move(layer));
   }
@@ -93,10 +92,11 @@ absl::StatusOr<std::shared_ptr<const Resource>> ModelPatch::CopyTo(Device& devic
     }
     layer.bias = at::Tensor();
     if (const LowRank* low_rank = layer.low_rank()) {
-      LowRank moved;
-      moved.scale = low_rank->scale;
-      ASSIGN_OR_RETURN(moved.down, CopyTensorTo(low_rank->down, device));
-      ASSIGN_OR_RETURN(moved.up, CopyTensorTo(low_rank->up, device));
+      LowRank moved = *low_rank;
+      for (at::Tensor* t : {&moved.down, &moved.up, &moved.mid}) {
+        if (!t->defined()) continue;
+        ASSIGN_OR_RETURN(*t, CopyTensorTo(*t, device));
+      }
       layer.math = std::move(moved);
     } else {
       layer.math = std::monostate();  // meets its weight in host memory

@@ -31,10 +31,12 @@ struct PatchSpec {
   DeviceLock residency;  // set by LockPatch(); keeps `patch` where it is
 };
 
-// A low-rank product computed beside a linear layer: y += (x · downᵀ) · upᵀ. Several patches of a layer are
-// concatenated along the rank, with weight and scale multiplied into `up` in fp32.
+// A low-rank product computed beside a linear layer, y += (x · downᵀ) · upᵀ, or beside a convolution: `down`
+// is then one of its size, stride and padding with `rank` results, and `up` takes those place by place.
+// Several patches of a layer are concatenated along the rank, with weight and scale multiplied into `up` in
+// fp32.
 struct Sidecar {
-  at::Tensor down;  // [rank, in], compute type
+  at::Tensor down;  // [rank, in], [rank, in, kh, kw], compute type
   at::Tensor up;    // [out, rank], compute type
 };
 

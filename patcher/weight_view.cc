@@ -82,11 +82,14 @@ at::Tensor WeightView::Workspace(int64_t count) const {
   return workspace_;
 }
 
+const Sidecar* WeightView::Beside(Slot slot) const {
+  return overlay_ == nullptr ? nullptr : overlay_->sidecar(slot);
+}
+
 at::Tensor WeightView::Linear(Slot weight, Slot bias, const at::Tensor& x) const {
   at::Tensor y =
       bias ? at::linear(x, ComputeWeight(weight), (*this)(bias)) : at::linear(x, ComputeWeight(weight));
-  if (overlay_ == nullptr) return y;
-  if (const Sidecar* sidecar = overlay_->sidecar(weight)) {
+  if (const Sidecar* sidecar = Beside(weight)) {
     y.view({-1, y.size(-1)})
         .addmm_(at::linear(x, sidecar->down).view({-1, sidecar->down.size(0)}), sidecar->up.t());
   }

@@ -18,6 +18,7 @@
 namespace latentd {
 
 class Overlay;
+struct Sidecar;
 class WeightStream;
 
 class WeightView {
@@ -52,6 +53,9 @@ class WeightView {
 
   // Rows of a table in the compute type: `ids` int64 [...] → [..., columns]. Converts only what it takes.
   at::Tensor Rows(Slot slot, const at::Tensor& ids) const;
+
+  // What the overlay computes beside a weight, for layers that are not linear: null for nothing.
+  const Sidecar* Beside(Slot slot) const;
 
   // y = x·Wᵀ + b, plus what the overlay computes beside it. x: [..., in], in the compute type, on device().
   // `bias` may be an empty Slot. The result is in the compute type.

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <vector>
 
 #include "ATen/ATen.h"
 #include "ATen/Parallel.h"
 #include "families/nn/host_conv.h"
 #include "families/nn/kernels.h"
+#include "patcher/overlay.h"
 
 namespace latentd {
 
@@ -29,24 +31,48 @@ Conv2d Conv2d::Describe(ComponentLayout& layout, const std::string& name, int64_
   return conv;
 }
 
-at::Tensor Conv2d::operator()(const WeightView& w, const at::Tensor& x) const {
-  const at::Tensor& kernel = w.ComputeWeight(weight);
+namespace {
+
+// A convolution, the fastest way. `bias` may be undefined.
+at::Tensor Convolve(const WeightView& w, const at::Tensor& x, const at::Tensor& kernel,
+                    const at::Tensor& bias, int64_t stride, int64_t padding) {
   const int64_t in = kernel.size(1), out = kernel.size(0), side = kernel.size(2);
   const bool own = x.is_cpu() && x.scalar_type() == at::kFloat &&
                    x.is_contiguous(at::MemoryFormat::ChannelsLast) && kernel.scalar_type() == at::kFloat &&
                    kernel.is_contiguous() && x.numel() > 0;
+  const std::optional<at::Tensor> given = bias.defined() ? std::make_optional(bias) : std::nullopt;
   if (own && side == 1 && stride == 1 && padding == 0) {
     // A product of matrices, without the library's copies of both.
     const at::Tensor places = x.permute({0, 2, 3, 1});
-    return at::linear(places, kernel.view({out, in}), w(bias)).permute({0, 3, 1, 2});
+    return at::linear(places, kernel.view({out, in}), given).permute({0, 3, 1, 2});
   }
   const HostConvShape shape{x.size(0), in, out, x.size(2), x.size(3), stride};
   const HostConvWay way = own && side == 3 && padding == 1 ? ChooseHostConv(shape) : HostConvWay::kLibrary;
-  if (way == HostConvWay::kLibrary)
-    return at::conv2d(x, kernel, w(bias), {stride, stride}, {padding, padding});
+  if (way == HostConvWay::kLibrary) return at::conv2d(x, kernel, given, {stride, stride}, {padding, padding});
   const at::Tensor workspace = w.Workspace(HostConvWorkspace(way, shape));
-  return way == HostConvWay::kWinograd ? WinogradConv3x3(x, kernel, w(bias), workspace)
-                                       : WindowsConv3x3(x, kernel, w(bias), stride, workspace);
+  const at::Tensor added = bias.defined() ? bias : at::zeros({out}, x.options());
+  return way == HostConvWay::kWinograd ? WinogradConv3x3(x, kernel, added, workspace)
+                                       : WindowsConv3x3(x, kernel, added, stride, workspace);
+}
+
+// y[:, :, place] += up · inner[:, :, place]
+void AddPlaceByPlace(at::Tensor& y, const at::Tensor& inner, const at::Tensor& up) {
+  at::Tensor rows = y.permute({0, 2, 3, 1});
+  if (!rows.is_contiguous()) {
+    y.add_(at::conv2d(inner, up.view({up.size(0), up.size(1), 1, 1})));
+    return;
+  }
+  rows.view({-1, up.size(0)}).addmm_(inner.permute({0, 2, 3, 1}).reshape({-1, up.size(1)}), up.t());
+}
+
+}  // namespace
+
+at::Tensor Conv2d::operator()(const WeightView& w, const at::Tensor& x) const {
+  at::Tensor y = Convolve(w, x, w.ComputeWeight(weight), w(bias), stride, padding);
+  if (const Sidecar* beside = w.Beside(weight)) {
+    AddPlaceByPlace(y, Convolve(w, x, beside->down, at::Tensor(), stride, padding), beside->up);
+  }
+  return y;
 }
 
 LayerNorm LayerNorm::Describe(ComponentLayout& layout, const std::string& name, int64_t dim, double eps) {

@@ -29,8 +29,8 @@ struct Linear {
   at::Tensor operator()(const WeightView& w, const at::Tensor& x) const { return w.Linear(weight, bias, x); }
 };
 
-// x [batch, in, h, w] → [batch, out, h', w']. In host memory fastest with channels last; so is its result
-// then.
+// x [batch, in, h, w] → [batch, out, h', w'], with whatever LoRAs the view has for it. In host memory fastest
+// with channels last; so is its result then.
 struct Conv2d {
   Slot weight, bias;
   int64_t stride = 1, padding = 0;

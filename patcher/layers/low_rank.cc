@@ -19,12 +19,14 @@ Extent LowRank::extent() const {
   return {.rows = up.size(0), .columns = Columns(down) * kernel};
 }
 
+at::Tensor LowRank::Inner() const {
+  if (!mid.defined()) return Matrix(down);
+  // [m, n, k] × [n, i] → [m, i · k]
+  return at::einsum("mnk,ni->mik", {mid.to(at::kFloat).flatten(2), Matrix(down)}).flatten(1);
+}
+
 at::Tensor LowRank::Delta(at::IntArrayRef, const at::Tensor&) const {
-  at::Tensor inner = Matrix(down);
-  if (mid.defined()) {  // [m, n, k] × [n, i] → [m, i · k]
-    inner = at::einsum("mnk,ni->mik", {mid.to(at::kFloat).flatten(2), inner}).flatten(1);
-  }
-  return (Matrix(up) * scale).mm(inner);
+  return (Matrix(up) * scale).mm(Inner());
 }
 
 }  // namespace latentd

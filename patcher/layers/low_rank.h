@@ -27,6 +27,8 @@ struct LowRank {
   absl::Status Check() const;
   Extent extent() const;
   int64_t rank() const { return down.size(0); }
+  // What comes before `up`: down, with mid in it. [rank, numbers in a row of the weight], fp32.
+  at::Tensor Inner() const;
   // [rows, columns], fp32. REQUIRES: Check() is OK; `shape` fits extent().
   at::Tensor Delta(at::IntArrayRef shape, const at::Tensor& base) const;
 };

@@ -12,10 +12,7 @@ Overloaded(F...) -> Overloaded<F...>;
 
 }  // namespace
 
-const LowRank* PatchLayer::low_rank() const {
-  const auto* layer = std::get_if<LowRank>(&math);
-  return layer != nullptr && !layer->mid.defined() ? layer : nullptr;
-}
+const LowRank* PatchLayer::low_rank() const { return std::get_if<LowRank>(&math); }
 
 int64_t PatchLayer::rank() const {
   return std::visit(Overloaded{[](const std::monostate&) -> int64_t { return 0; },

@@ -33,7 +33,7 @@ struct PatchLayer {
   bool has_alpha = false;
 
   bool has_weight() const { return !std::holds_alternative<std::monostate>(math); }
-  // Not null for what can be computed beside a linear layer: plain low-rank products.
+  // Not null for what can be computed beside a linear layer or a convolution: plain low-rank products.
   const LowRank* low_rank() const;
   int64_t rank() const;
   // Does the difference depend on the weight that it is for?
