@@ -396,6 +396,7 @@ def main() -> int:
         sd = SdBenchmarks(benchmarks.program, work, benchmarks.table)
         if "sd" in wanted:
             sd.run("SD 1.5", SD15, torch.float32, {"512²": 0.9}, rounds=3, together=True)
+            sd.loras("SD 1.5", SD15, "256²", rounds=3, limit=1.10)
             sd.vae({"512²": 0.85}, rounds=3)
             sd.sd_cpp()
             shutil.rmtree(work / "sd-1.5")

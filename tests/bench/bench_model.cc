@@ -9,7 +9,6 @@
 namespace latentd::bench {
 namespace {
 
-
 void CheckOk(const absl::Status& status) {
   if (!status.ok()) OrDie<int>(status);
 }

@@ -82,18 +82,19 @@ class BenchModel {
   // Of the run, [C · h · w].
   std::vector<float> Latents() const;
 
-  // What a session and its next job pay when `files` replace the LoRAs they had: the look-up of resident records,
-  // the match against all components, an overlay for each, and the end of the old ones. With `keep_merged`,
-  // merged weights are records of the cache, which a second switch to the same set finds again.
+  // What a session and its next job pay when `files` replace the LoRAs they had: the look-up of resident
+  // records, the match against all components, an overlay for each, and the end of the old ones. With
+  // `keep_merged`, merged weights are records of the cache, which a second switch to the same set finds
+  // again.
   Elapsed SwitchLoras(const std::vector<std::string>& files, PatchMode mode, bool keep_merged);
   void DropLoras();
 
-  // Copies all linear weights of the denoiser to new memory of the kind that merged ones get, once: what merging cannot
-  // do without.
+  // Copies all linear weights of the denoiser to new memory of the kind that merged ones get, once: what
+  // merging cannot do without.
   Elapsed CopyWeights() const;
 
-  // Moves the denoiser to a pretended device whose copies have that bandwidth (bytes per second): all of it, or
-  // streamed through a ring of two blocks. Returns the bytes that each pass copies. Ends a LoRA.
+  // Moves the denoiser to a pretended device whose copies have that bandwidth (bytes per second): all of it,
+  // or streamed through a ring of two blocks. Returns the bytes that each pass copies. Ends a LoRA.
   int64_t MoveToDevice(bool stream, double bandwidth);
 
  private:

@@ -20,6 +20,7 @@
 //   close KEY
 //   open-unet KEY FOLDER, open-vae KEY FOLDER   loads a network alone; see network_bench.h
 //   inputs KEY FILE                   what its calls take
+//   lora KEY FILE, no-lora KEY        what its calls have beside the weights
 //   call KEY COUNT                    → {"wall": [one per call], "cpu": [the same]}
 //   result KEY FILE                   writes what the last call gave, as plain fp32
 //   peak                              → {"bytes": the most that were ever resident}
@@ -98,6 +99,10 @@ class Commands {
     NetworkBench& network = *networks_.at(key);
     if (what == "inputs") {
       network.SetInputs(words.at(2));
+    } else if (what == "lora") {
+      network.SetLora(words.at(2));
+    } else if (what == "no-lora") {
+      network.SetLora("");
     } else if (what == "call") {
       std::vector<Elapsed> times;
       for (int i = 0; i < Int(words.at(2)); ++i) times.push_back(network.Call());

@@ -4,12 +4,15 @@
 
 #include <fstream>
 #include <map>
+#include <optional>
 
 #include "ATen/ATen.h"
 #include "cache/weight_set.h"
 #include "families/open_model.h"
+#include "families/sd/sd_lora.h"
 #include "families/sd/unet.h"
 #include "families/vae/autoencoder_kl.h"
+#include "patcher/layer_patcher.h"
 #include "patcher/weight_view.h"
 
 namespace latentd::bench {
@@ -17,15 +20,31 @@ namespace {
 
 class Network : public NetworkBench {
  public:
-  explicit Network(const Component& c)
-      : weights_(OrDie(LoadWeights(c.files, c.layout, c.key_map, c.prefix, PlainLoad()))),
-        view_(*weights_, nullptr) {}
+  explicit Network(Component c)
+      : component_(std::move(c)),
+        weights_(OrDie(LoadWeights(component_.files, component_.layout, component_.key_map, component_.prefix,
+                                   PlainLoad()))) {
+    SetLora("");
+  }
 
   void SetInputs(const std::string& file) override {
     c10::InferenceMode inference;
     const auto files = OrDie(WeightFiles::Open(file));
     for (const auto& [name, entry] : files->tensors()) inputs_[name] = OrDie(files->Read(name));
     Prepare();
+  }
+
+  void SetLora(const std::string& file) override {
+    c10::InferenceMode inference;
+    overlay_ = nullptr;
+    if (!file.empty()) {
+      std::vector<PatchSpec> specs(1);
+      specs[0].name = file;
+      specs[0].patch = OrDie(ModelPatch::Load(OrDie(WeightFiles::Open(file)), PlainLoad()));
+      overlay_ = OrDie(LayerPatcher::Apply(*weights_, component_.patch_target.value(), std::move(specs),
+                                           {.mode = PatchMode::kSidecar}));
+    }
+    view_.emplace(*weights_, overlay_.get());
   }
 
   Elapsed Call() override {
@@ -45,11 +64,13 @@ class Network : public NetworkBench {
   virtual void Prepare() {}
   virtual at::Tensor Forward() = 0;
   const at::Tensor& Input(const std::string& name) const { return inputs_.at(name); }
-  const WeightView& view() const { return view_; }
+  const WeightView& view() const { return *view_; }
 
  private:
+  const Component component_;
   const std::shared_ptr<const WeightSet> weights_;
-  const WeightView view_;
+  std::shared_ptr<const Overlay> overlay_;
+  std::optional<WeightView> view_;
   std::map<std::string, at::Tensor> inputs_;
   at::Tensor result_;
 };
@@ -96,6 +117,7 @@ std::unique_ptr<NetworkBench> OpenUNet(const std::string& folder) {
   component.name = "unet";
   component.files = OrDie(WeightFiles::Open(folder + "/unet"));
   component.layout = unet.layout();
+  component.patch_target = UNetTarget(unet);
   return std::make_unique<UNetBench>(std::move(unet), component);
 }
 

@@ -20,6 +20,8 @@ class NetworkBench {
   virtual ~NetworkBench() = default;
   // From now on, calls take the tensors of this safetensors file.
   virtual void SetInputs(const std::string& file) = 0;
+  // From now on, calls have this LoRA beside the weights, or with an empty name none.
+  virtual void SetLora(const std::string& file) = 0;
   virtual Elapsed Call() = 0;
   // The last call's, as plain fp32.
   virtual void WriteResult(const std::string& file) const = 0;

@@ -70,11 +70,14 @@ class NoopPipeline : public Pipeline {
   }
   std::string decoder_component() const override { return "network"; }
   int64_t SmallerTile(const GenerateParams&, int64_t) const override { return 0; }
-  absl::StatusOr<at::Tensor> Decode(const WeightView&, const at::Tensor&, const PhaseOptions&) const override {
+  absl::StatusOr<at::Tensor> Decode(const WeightView&, const at::Tensor&,
+                                    const PhaseOptions&) const override {
     return at::zeros({8, 8, 3}, at::kByte);
   }
   at::Tensor Preview(const at::Tensor&) const override { return {}; }
-  int64_t WorkingBytes(const std::string&, const GenerateParams&, const PhaseOptions&) const override { return 0; }
+  int64_t WorkingBytes(const std::string&, const GenerateParams&, const PhaseOptions&) const override {
+    return 0;
+  }
 
  private:
   std::vector<Component> components_;

@@ -47,6 +47,22 @@ def write_network(folder: Path, kind: type, config: dict, dtype: torch.dtype, se
     return sum(size.numel() for size in sizes.values())
 
 
+def write_lora(file: Path, config: dict, kinds: tuple[type, ...], rank: int, seed: int) -> None:
+    """For all layers of those kinds, in bf16, named as peft and diffusers do."""
+    with torch.device("meta"):
+        network = diffusers.UNet2DConditionModel.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, module in network.named_modules():
+        if isinstance(module, kinds):
+            out, *row = module.weight.shape
+            down = torch.randn(rank, *row, generator=generator) / np.prod(row) ** 0.5
+            up = 0.1 * torch.randn(out, rank, *[1] * (len(row) - 1), generator=generator) / rank ** 0.5
+            tensors[f"unet.{name}.lora_A.weight"] = down.bfloat16()
+            tensors[f"unet.{name}.lora_B.weight"] = up.bfloat16()
+    save_file(tensors, file)
+
+
 def write_clip(file: Path) -> None:
     """SD 1.5's text encoder, under the names that its files have."""
     with torch.device("meta"):
@@ -153,6 +169,40 @@ class SdBenchmarks:
         stored = "fp32" if dtype == torch.float32 else "bf16"
         self.compare(f"{name} ({count / 1e6:.0f} M random weights, stored as {stored}), step", "open-unet", folder,
                      inputs, limits, rounds, together)
+
+    def loras(self, name: str, config: dict, size: str, rounds: int, limit: float) -> None:
+        """Steps with one LoRA of rank 16, beside the weights of all linear layers, and of convolutions, too."""
+        folder = self.work / name.replace(" ", "-").lower()
+        inputs = folder / f"{size.removesuffix('²')}.safetensors"
+        kinds = {"all linear layers": (torch.nn.Linear,),
+                 "all linear layers and convolutions": (torch.nn.Linear, torch.nn.Conv2d)}
+        files = {what: folder / f"lora-{i}.safetensors" for i, what in enumerate(kinds)}
+        for what, file in files.items():
+            write_lora(file, config, kinds[what], rank=16, seed=40)
+        sides = {"ours": Side([self.program], "open-unet", folder),
+                 "reference": Side([sys.executable, Path(__file__).with_name("sd_reference.py")], "open-unet", folder)}
+        times = {(side, what): [] for side in sides for what in ("none", *files)}
+        try:
+            for _ in range(rounds):
+                results = {}
+                for side, process in sides.items():
+                    times[side, "none"] += process.call(inputs)
+                    for what, file in files.items():
+                        process.process("lora", "it", file)
+                        times[side, what] += process.call(inputs)
+                        results[side, what] = process.result(self.work / "result.f32")
+                        process.process("no-lora", "it")
+                for what in files:
+                    check_same(f"{name} with a LoRA of {what}", results["ours", what], results["reference", what])
+        finally:
+            for process in sides.values():
+                process.end()
+        cpu = {key: [call["cpu"] for call in calls] for key, calls in times.items()}
+        for what in files:
+            row = f"step, {name}, {size}, with a LoRA of rank 16 on {what}"
+            self.table.compare(f"{row}, sidecar against none (CPU time)", cpu["ours", what], cpu["ours", "none"],
+                               limit if what == "all linear layers" else None)
+            self.table.compare(f"{row}, against diffusers and peft (CPU time)", cpu["ours", what], cpu["reference", what])
 
     def vae(self, limits: dict[str, float], rounds: int) -> None:
         folder = self.work / "sd-vae"

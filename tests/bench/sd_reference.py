@@ -52,6 +52,10 @@ class Commands:
             self.networks[key] = (UNet if what == "open-unet" else VaeDecoder)(folder)
         elif what == "inputs":
             self.inputs[words[0]] = load_file(words[1])
+        elif what == "lora":
+            self.networks[words[0]].network.load_lora_adapter(words[1], prefix="unet")
+        elif what == "no-lora":
+            self.networks[words[0]].network.unload_lora()
         elif what == "call":
             return self.call(words[0], int(words[1]))
         elif what == "result":

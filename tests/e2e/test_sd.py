@@ -117,7 +117,9 @@ def test_loras_on_every_component(daemon):
         for mode in (DIRECT, SIDECAR):
             result = draw(daemon, model, lora, mode=mode)
             assert dict(result.done.loras[0].matched) == matched
-            assert result.done.loras[0].unmatched_count == 0
+            report, layers = result.done.loras[0], sum(matched.values())
+            assert report.unmatched_count == 0
+            assert (report.direct_tensors, report.sidecar_tensors) == ((layers, 0) if mode == DIRECT else (0, layers))
             assert result.sha256 != plain[model]
         assert draw(daemon, model).sha256 == plain[model]
     daemon.expect_all_released()
