@@ -36,7 +36,11 @@ absl::Status Stalled(absl::string_view why) {
 class UploadCall : public WatchedUpload, public std::enable_shared_from_this<UploadCall> {
  public:
   UploadCall(ServerCore* core, Reactor* reactor, v1::UploadLoraResponse* response, std::string peer)
-      : core_(core), peer_(std::move(peer)), reactor_(reactor), response_(response) {}
+      : core_(core),
+        peer_(std::move(peer)),
+        reactor_(reactor),
+        silent_since_(core->upload_watch->now()),
+        response_(response) {}
 
   void Start() {
     absl::Status status = CheckUploadsOn(*core_);
@@ -115,7 +119,7 @@ class UploadCall : public WatchedUpload, public std::enable_shared_from_this<Upl
       MutexLock lock(&mu_);
       if (!end_) {
         busy_ = false;
-        silent_since_ = absl::Now();
+        silent_since_ = core_->upload_watch->now();
         return reactor_->StartRead(&request_);
       }
     }
@@ -154,7 +158,7 @@ class UploadCall : public WatchedUpload, public std::enable_shared_from_this<Upl
                                                       .owner = absl::StrCat("upload ", name),
                                                       .what = absl::StrCat("upload ", name)}));
     MutexLock lock(&mu_);
-    must_end_ = absl::Now() + kMinTime + absl::Seconds(header.size() / kMinBytesPerSecond);
+    must_end_ = core_->upload_watch->now() + kMinTime + absl::Seconds(header.size() / kMinBytesPerSecond);
     return absl::OkStatus();
   }
 
@@ -204,7 +208,7 @@ class UploadCall : public WatchedUpload, public std::enable_shared_from_this<Upl
   bool finished_ ABSL_GUARDED_BY(mu_) = false;
   bool busy_ ABSL_GUARDED_BY(mu_) = false;                // a worker has it
   std::optional<absl::Status> end_ ABSL_GUARDED_BY(mu_);  // asked for from outside
-  absl::Time silent_since_ ABSL_GUARDED_BY(mu_) = absl::Now();
+  absl::Time silent_since_ ABSL_GUARDED_BY(mu_);
   absl::Time must_end_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
 
   // gRPC's until finished_.

@@ -1,5 +1,7 @@
 #include "server/upload_watch.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "server/server_core.h"
@@ -16,7 +18,8 @@ absl::Status Draining() {
 
 }  // namespace
 
-UploadWatch::UploadWatch(ServerCore* core) : core_(core), watcher_([this] { Watch(); }) {}
+UploadWatch::UploadWatch(ServerCore* core, std::function<absl::Time()> now)
+    : core_(core), now_(std::move(now)), watcher_([this] { Watch(); }) {}
 
 UploadWatch::~UploadWatch() {
   Drain();
@@ -76,7 +79,7 @@ void UploadWatch::Watch() {
     changed_.WaitWithTimeout(&mu_, kTick);
     if (stopping_) return;
     mu_.Unlock();
-    const absl::Time now = absl::Now();
+    const absl::Time now = now_();
     for (const auto& upload : All()) upload->Tick(now);
     const bool expired = core_->uploads != nullptr && core_->uploads->next_expiry() <= now;
     mu_.Lock();

@@ -3,6 +3,7 @@
 #ifndef LATENTD_SERVER_UPLOAD_WATCH_H_
 #define LATENTD_SERVER_UPLOAD_WATCH_H_
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <thread>
@@ -22,7 +23,7 @@ class WatchedUpload {
  public:
   virtual ~WatchedUpload() = default;
 
-  // Ends itself when nothing came for too long.
+  // Ends itself when nothing came for too long, or too little on the whole.
   virtual void Tick(absl::Time now) = 0;
 
   // Ends with that status as soon as nobody works on it, and then calls UploadWatch::Remove.
@@ -32,7 +33,8 @@ class WatchedUpload {
 // Thread-safe.
 class UploadWatch {
  public:
-  explicit UploadWatch(ServerCore* core);
+  // `now` is the clock of all uploads; called from any thread.
+  explicit UploadWatch(ServerCore* core, std::function<absl::Time()> now = absl::Now);
   // Drains.
   ~UploadWatch();
 
@@ -44,11 +46,14 @@ class UploadWatch {
   // Lets nothing new in, ends what is there, and waits for it. Blocks.
   void Drain();
 
+  absl::Time now() const { return now_(); }
+
  private:
   void Watch();
   std::vector<std::shared_ptr<WatchedUpload>> All() const;
 
   ServerCore* const core_;
+  const std::function<absl::Time()> now_;
   mutable Mutex mu_;
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
