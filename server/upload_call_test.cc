@@ -149,5 +149,14 @@ TEST_F(UploadCallTest, AnUploadThatIsTooSlowOnTheWholeEndsAndLeavesNothing) {
   EXPECT_TRUE(core_->uploads->Begin(all).ok()) << "the quota has its bytes again";
 }
 
+TEST_F(UploadCallTest, AServerThatGoesDownTakesNoNewUpload) {
+  core_->upload_watch->Drain();
+  Upload upload(stub_.get(), 10);
+  const absl::Status status = upload.Finish();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(ErrorReason(status), "SERVER_DRAINING");
+  EXPECT_TRUE(fs::is_empty(incoming()));
+}
+
 }  // namespace
 }  // namespace latentd

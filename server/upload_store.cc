@@ -321,8 +321,14 @@ absl::StatusOr<StoredUpload> UploadStore::Renew(const std::string& name, File fi
   file.expires = std::max(file.expires, Expiry(header));
   const std::string fresh = absl::StrCat(folder(), "/", kIncoming, "/renewed");
   unlink(fresh.c_str());
-  RETURN_IF_ERROR(WriteNote(fresh, file));
-  if (rename(fresh.c_str(), NoteOf(name).c_str()) != 0) return DiskError("renew", NoteOf(name), errno);
+  absl::Status status = WriteNote(fresh, file);
+  if (status.ok() && rename(fresh.c_str(), NoteOf(name).c_str()) != 0) {
+    status = DiskError("renew", NoteOf(name), errno);
+  }
+  if (!status.ok()) {
+    unlink(fresh.c_str());
+    return status;
+  }
   Set(name, file);
   return StoredUpload{name, file.bytes, file.expires, true};
 }

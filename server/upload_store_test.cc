@@ -404,21 +404,114 @@ TEST_F(UploadStoreTest, AFileThatSomebodyTookAwayIsNoLongerThere) {
   EXPECT_EQ(Data("uploads/x"), "data");
 }
 
+// Files have at most that many bytes while it lives.
+class SmallFiles {
+ public:
+  explicit SmallFiles(rlim_t bytes) {
+    signal(SIGXFSZ, SIG_IGN);
+    getrlimit(RLIMIT_FSIZE, &old_);
+    rlimit small = old_;
+    small.rlim_cur = bytes;
+    setrlimit(RLIMIT_FSIZE, &small);
+  }
+  ~SmallFiles() { setrlimit(RLIMIT_FSIZE, &old_); }
+
+ private:
+  rlimit old_ = {};
+};
+
 TEST_F(UploadStoreTest, AFullDiskIsSaidAndLeavesNothing) {
-  signal(SIGXFSZ, SIG_IGN);
-  rlimit old = {};
-  getrlimit(RLIMIT_FSIZE, &old);
-  rlimit small = old;
-  small.rlim_cur = 500;
   const std::string kilo(1000, 'x');
   auto incoming = Begin(Header("x", kilo));
-  setrlimit(RLIMIT_FSIZE, &small);
-  const absl::Status status = incoming->Write(0, kilo);
-  setrlimit(RLIMIT_FSIZE, &old);
+  absl::Status status;
+  {
+    SmallFiles small(500);
+    status = incoming->Write(0, kilo);
+  }
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(ErrorReason(status), "DISK_FULL");
   EXPECT_THAT(std::string(status.message()), Not(HasSubstr(options_.folder)));
   incoming.reset();
+  EXPECT_THAT(Files(), IsEmpty());
+}
+
+TEST_F(UploadStoreTest, ADiskThatIsFullWhenTheNoteIsWrittenIsTheSame) {
+  {
+    SmallFiles small(10);
+    EXPECT_EQ(ErrorReason(Put("x", "data").status()), "DISK_FULL");
+  }
+  EXPECT_THAT(Files(), IsEmpty());
+  ASSERT_TRUE(Put("x", "data").ok());
+  now_ += absl::Hours(1);
+  {
+    SmallFiles small(10);
+    EXPECT_EQ(ErrorReason(store_->Begin(Header("x", "data")).status()), "DISK_FULL");
+  }
+  EXPECT_THAT(Files(), ElementsAre("uploads/.x.json", "uploads/x.safetensors"));
+  EXPECT_TRUE(std::get<StoredUpload>(*store_->Begin(Header("x", "data"))).existed);
+}
+
+// What the server cannot do with its own folder: the client hears no path, and nothing stays.
+TEST_F(UploadStoreTest, AnUploadThatTheDiskRefusesLeavesNothing) {
+  const auto reason = [](const absl::Status& status) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+    EXPECT_THAT(std::string(status.message()), Not(HasSubstr("upload_store_")));
+    return ErrorReason(status);
+  };
+  const fs::path uploads = fs::path(options_.folder) / "uploads";
+  const fs::path incoming = fs::path(options_.folder) / ".incoming";
+  fs::remove(incoming);
+  EXPECT_EQ(reason(Put("x", "data").status()), "UPLOAD_FAILED");
+  fs::create_directory(incoming);
+  // A file where a folder has to be, and folders where a file and its note have to be.
+  std::ofstream(uploads / "file") << "x";
+  EXPECT_EQ(reason(Put("file/x", "data").status()), "UPLOAD_FAILED");
+  EXPECT_EQ(reason(Put("file/y/x", "data").status()), "UPLOAD_FAILED");
+  fs::remove(uploads / "file");
+  fs::create_directories(uploads / "x.safetensors/full");
+  EXPECT_EQ(reason(Put("x", "data").status()), "UPLOAD_FAILED");
+  EXPECT_FALSE(fs::exists(uploads / ".x.json")) << "a note without a file";
+  fs::remove_all(uploads / "x.safetensors");
+  fs::create_directories(uploads / ".x.json/full");
+  EXPECT_EQ(reason(Put("x", "data").status()), "UPLOAD_FAILED");
+  fs::remove_all(uploads / ".x.json");
+  EXPECT_THAT(Files(), IsEmpty());
+  EXPECT_FALSE(store_->Find("uploads/x"));
+  // The quota has all of its bytes again.
+  const std::string kilo(1000, 'x');
+  EXPECT_TRUE(Put("a", kilo).ok() && Put("b", kilo).ok() && Put("c", kilo).ok());
+}
+
+TEST_F(UploadStoreTest, AFileWhoseTimeCannotBeRenewedKeepsTheTimeItHas) {
+  ASSERT_TRUE(Put("x", "data").ok());
+  const absl::Time expires = store_->Find("uploads/x")->expires;
+  now_ += absl::Hours(1);
+  const fs::path note = options_.folder + "/uploads/.x.json";
+  fs::remove(note);
+  fs::create_directories(note / "full");
+  EXPECT_EQ(ErrorReason(store_->Begin(Header("x", "data")).status()), "UPLOAD_FAILED");
+  EXPECT_EQ(store_->Find("uploads/x")->expires, expires);
+  fs::remove_all(note);
+  EXPECT_THAT(Files(), ElementsAre("uploads/x.safetensors"));
+  EXPECT_EQ(std::get<StoredUpload>(*store_->Begin(Header("x", "data"))).expires, expires + absl::Hours(1));
+}
+
+TEST_F(UploadStoreTest, AFileThatCannotBeRemovedIsTriedAgainInAMinute) {
+  ASSERT_TRUE(Put("x", "data").ok());
+  const fs::path path = options_.folder + "/uploads/x.safetensors";
+  fs::remove(path);
+  fs::create_directories(path / "full");
+  now_ += absl::Hours(24);
+  store_->RemoveExpired();
+  EXPECT_EQ(store_->next_expiry(), now_ + absl::Minutes(1));
+  EXPECT_THAT(gone_, IsEmpty());
+  fs::remove_all(path);
+  store_->RemoveExpired();
+  EXPECT_TRUE(store_->Find("uploads/x"));
+  now_ += absl::Minutes(1);
+  store_->RemoveExpired();
+  EXPECT_FALSE(store_->Find("uploads/x"));
+  EXPECT_THAT(gone_, ElementsAre("uploads/x"));
   EXPECT_THAT(Files(), IsEmpty());
 }
 
@@ -481,6 +574,19 @@ TEST_F(UploadStoreTest, AFolderThatOthersCanChangeIsRefused) {
   std::ofstream(root_ / "file") << "x";
   options_.folder = (root_ / "file").string();
   EXPECT_EQ(ErrorReason(UploadStore::Open(options_).status()), "INVALID_CONFIG");
+}
+
+TEST_F(UploadStoreTest, AFolderThatCannotBeMadeOrLockedIsRefused) {
+  std::ofstream(root_ / "file") << "x";
+  options_.folder = (root_ / "file/below").string();
+  const absl::Status below = UploadStore::Open(options_).status();
+  EXPECT_EQ(ErrorReason(below), "INVALID_CONFIG");
+  EXPECT_THAT(std::string(below.message()), HasSubstr("cannot be made"));
+  options_.folder = (root_ / "locked").string();
+  fs::create_directories(options_.folder + "/.lock");
+  const absl::Status locked = UploadStore::Open(options_).status();
+  EXPECT_EQ(ErrorReason(locked), "INVALID_CONFIG");
+  EXPECT_THAT(std::string(locked.message()), HasSubstr("cannot be locked"));
 }
 
 }  // namespace
