@@ -28,6 +28,7 @@
 //   noop ADDRESS STEPS                → {"ms": of the whole call}
 // clang-format on
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <map>
 #include <memory>
@@ -47,11 +48,37 @@
 namespace latentd::bench {
 namespace {
 
+[[noreturn]] void Refuse(const std::string& message) {
+  std::fprintf(stderr, "latentd_bench: %s\n", message.c_str());
+  std::exit(2);
+}
+
+// The commands on standard input, and the words that each has behind it at least.
+const std::map<std::string, size_t>& KnownCommands() {
+  static const auto* const commands = new std::map<std::string, size_t>{
+      {"begin", 3},    {"call", 2}, {"close", 1},   {"copy-weights", 2}, {"inputs", 2},  {"latents", 1},
+      {"load", 1},     {"lora", 2}, {"no-lora", 1}, {"noop", 2},         {"open", 3},    {"open-unet", 2},
+      {"open-vae", 2}, {"peak", 0}, {"result", 2},  {"step", 2},         {"threads", 1}, {"to-device", 3}};
+  return *commands;
+}
+
+template <typename Map>
+std::string NamesOf(const Map& map) {
+  return absl::StrJoin(map, ", ", [](std::string* out, const auto& entry) { out->append(entry.first); });
+}
+
 class Commands {
  public:
-  // The answer to one command.
+  // The answer to one command. Ends the program where there is none.
   std::string Run(const std::vector<std::string>& words) {
     const std::string& what = words[0];
+    const auto known = KnownCommands().find(what);
+    if (known == KnownCommands().end()) {
+      Refuse(absl::StrCat("unknown command '", what, "'; there is ", NamesOf(KnownCommands())));
+    }
+    if (words.size() <= known->second) {
+      Refuse(absl::StrCat("'", what, "' takes at least ", known->second, " words, parted by tabs"));
+    }
     if (what == "threads") {
       at::set_num_threads(Int(words.at(1)));
       return "{}";
@@ -78,7 +105,7 @@ class Commands {
  private:
   static int Int(const std::string& word) {
     int value = 0;
-    if (!absl::SimpleAtoi(word, &value)) OrDie<int>(absl::InvalidArgumentError("no number: " + word));
+    if (!absl::SimpleAtoi(word, &value)) Refuse("no number: " + word);
     return value;
   }
 
@@ -112,14 +139,19 @@ class Commands {
     } else if (what == "close") {
       networks_.erase(key);
     } else {
-      OrDie<int>(absl::InvalidArgumentError("unknown command " + what));
+      Refuse(absl::StrCat("'", what, "' is not for a network such as '", key, "'"));
     }
     return "{}";
   }
 
   std::string RunOnModel(const std::string& what, const std::string& key,
                          const std::vector<std::string>& words) {
-    BenchModel& model = *models_.at(key);
+    const auto found = models_.find(key);
+    if (found == models_.end()) {
+      Refuse(absl::StrCat("'", what, "' of '", key, "', which is not open; models that are: ",
+                          NamesOf(models_), "; networks: ", NamesOf(networks_)));
+    }
+    BenchModel& model = *found->second;
     std::vector<Elapsed> times;
     if (what == "begin") {
       model.Begin(Int(words.at(2)), Int(words.at(3)));
@@ -129,6 +161,7 @@ class Commands {
     } else if (what == "latents") {
       return absl::StrCat("{\"latents\": [", absl::StrJoin(model.Latents(), ", "), "]}");
     } else if (what == "lora") {
+      if (words.size() < 5) Refuse("'lora' of a model takes KEY MODE COUNT SET…");
       const size_t files = words.size() - 4;
       for (int i = 0; i < Int(words.at(3)); ++i) {
         const std::vector<std::string> set =
@@ -141,14 +174,14 @@ class Commands {
       return ToJson(times);
     } else if (what == "to-device") {
       double bandwidth = 0;
-      if (!absl::SimpleAtod(words.at(3), &bandwidth)) OrDie<int>(absl::InvalidArgumentError("no number"));
+      if (!absl::SimpleAtod(words.at(3), &bandwidth)) Refuse("no number: " + words.at(3));
       return absl::StrCat("{\"bytes\": ", model.MoveToDevice(words.at(2) == "streamed", bandwidth), "}");
     } else if (what == "no-lora") {
       model.DropLoras();
     } else if (what == "close") {
       models_.erase(key);
     } else {
-      OrDie<int>(absl::InvalidArgumentError("unknown command " + what));
+      Refuse(absl::StrCat("'", what, "' is not for a model such as '", key, "'"));
     }
     return "{}";
   }
@@ -165,6 +198,11 @@ int main(int argc, char** argv) {
   if (argc == 4 && std::string(argv[1]) == "noop-daemon") {
     latentd::bench::ServeNoop(argv[2], argv[3]);
     return 0;
+  }
+  if (argc > 1) {
+    latentd::bench::Refuse(absl::StrCat("unknown call '", argv[1],
+                                        "'; there is 'noop-daemon ADDRESS FILE', or nothing and commands on "
+                                        "standard input"));
   }
   latentd::bench::Commands commands;
   for (std::string line; std::getline(std::cin, line);) {
