@@ -140,6 +140,28 @@ class CacheTest : public ::testing::Test {
               return std::make_shared<const Blob>(units * kUnit, &alive, blocks);
             }};
   }
+  // A loader that takes so long by the cache's clock.
+  Loader LoadFor(absl::Duration d, int64_t units) {
+    Loader loader = Load(units);
+    loader.load = [this, d, inner = loader.load](const LoadContext& c) {
+      Advance(d);
+      return inner(c);
+    };
+    return loader;
+  }
+  // A loader that says when it runs and goes on when it may.
+  Loader LoadWhenTold(int64_t units) {
+    Loader loader = Load(units);
+    loader.load = [this, inner = loader.load](const LoadContext& c) -> Loaded {
+      loading = true;
+      while (!go_on) {
+        if (c.cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "load cancelled");
+        absl::SleepFor(absl::Microseconds(50));
+      }
+      return inner(c);
+    };
+    return loader;
+  }
   LockHandle MustLock(const std::string& id, const Loader& loader, const std::string& owner = "me") {
     auto handle = cache.Lock({id, ""}, loader, {.owner = owner});
     EXPECT_TRUE(handle.ok()) << handle.status();
@@ -172,6 +194,7 @@ class CacheTest : public ::testing::Test {
       EXPECT_EQ(sim->budget().stats().in_use_bytes + sim->budget().stats().reserved_bytes, 0);
     }
   }
+  bool Waits(const std::string& owner) { return ram.waits()->Waits(owner); }
   std::vector<std::string> Ids() {
     std::vector<std::string> ids;
     for (const RecordStats& r : cache.Stats().records) ids.push_back(r.key.id);
@@ -187,6 +210,7 @@ class CacheTest : public ::testing::Test {
   absl::Time Now() const { return absl::UnixEpoch() + absl::Nanoseconds(now_ns.load()); }
 
   std::atomic<int> loads = 0;
+  std::atomic<bool> loading = false, go_on = false;  // of LoadWhenTold
   std::atomic<int> alive = 0;
   std::atomic<int64_t> now_ns = 1;
   RamBudget ram{100 * kUnit};

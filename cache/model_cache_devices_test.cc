@@ -481,7 +481,6 @@ class TurnsTest : public DevicesTest {
               return blob;
             }};
   }
-  bool Waits(const std::string& owner) { return ram.waits()->Waits(owner); }
   std::atomic<int> copying = 0;
   std::atomic<int> allowed = 0;
   std::atomic<bool> fail = false;

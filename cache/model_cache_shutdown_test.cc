@@ -33,19 +33,6 @@ class ShutdownTest : public CacheTest {
     ExpectBalanced();
     ExpectEmpty();
   }
-  Loader LoadWhenTold(int64_t units) {
-    Loader loader = Load(units);
-    loader.load = [this, inner = loader.load](const LoadContext& c) -> Loaded {
-      busy = true;
-      WaitUntil([this] { return go_on.load(); });
-      return inner(c);
-    };
-    return loader;
-  }
-  bool Waits(const std::string& owner) { return ram.waits()->Waits(owner); }
-
-  std::atomic<bool> busy = false;
-  std::atomic<bool> go_on = false;
 };
 
 TEST_F(ShutdownTest, OfAnEmptyCache) {
@@ -92,7 +79,7 @@ TEST_F(ShutdownTest, WithAStaleRecord) {
 
 TEST_F(ShutdownTest, DuringALoadAndAWaitForIt) {
   std::thread loader([&] { EXPECT_TRUE(cache.Lock({"a", ""}, LoadWhenTold(20), {.owner = "loader"}).ok()); });
-  WaitUntil([&] { return busy.load(); });
+  WaitUntil([&] { return loading.load(); });
   std::thread waiter([&] { EXPECT_TRUE(cache.Lock({"a", ""}, Load(20), {.owner = "waiter"}).ok()); });
   WaitUntil([&] { return Waits("waiter"); });
   ExpectHeld(1);
@@ -114,7 +101,7 @@ TEST_F(ShutdownTest, AWaitForALoadThatIsGivenUpIsRefused) {
     EXPECT_TRUE(absl::IsCancelled(
         cache.Lock({"a", ""}, loader, {.owner = "first", .stop = stop.get_token()}).status()));
   });
-  WaitUntil([&] { return busy.load(); });
+  WaitUntil([&] { return loading.load(); });
   std::thread waiter([&] {
     EXPECT_EQ(ErrorReason(cache.Lock({"a", ""}, Load(20), {.owner = "waiter"}).status()), "SHUTTING_DOWN");
   });
@@ -166,14 +153,14 @@ TEST_F(ShutdownTest, DuringAMoveToADeviceAndAWaitForIt) {
   LockHandle a = MustLock("a", {"test", 20 * kUnit, [this](const LoadContext&) -> Loaded {
                                   auto blob = std::make_shared<Blob>(20 * kUnit, &alive);
                                   blob->on_copy = [this] {
-                                    busy = true;
+                                    loading = true;
                                     WaitUntil([this] { return go_on.load(); });
                                     return absl::OkStatus();
                                   };
                                   return blob;
                                 }});
   std::thread mover([&] { EXPECT_TRUE(cache.LockOnDevice(a, sim0, {.owner = "mover"}).ok()); });
-  WaitUntil([&] { return busy.load(); });
+  WaitUntil([&] { return loading.load(); });
   std::thread waiter([&] {
     EXPECT_EQ(ErrorReason(cache.LockOnDevice(a, sim0, {.owner = "waiter"}).status()), "SHUTTING_DOWN");
   });
