@@ -45,6 +45,23 @@ absl::StatusOr<Response> Ask(const GlobalOptions& global,
   return response;
 }
 
+// All pages of a list, as one.
+template <typename Request, typename Response>
+absl::StatusOr<Response> AskForAll(const GlobalOptions& global,
+                                   grpc::Status (v1::ModelService::Stub::*method)(grpc::ClientContext*,
+                                                                                  const Request&,
+                                                                                  Response*)) {
+  Request request;
+  Response all;
+  do {
+    ASSIGN_OR_RETURN(const Response page, Ask<v1::ModelService>(global, method, request));
+    all.MergeFrom(page);
+    request.set_page_token(page.next_page_token());
+  } while (!request.page_token().empty());
+  all.clear_next_page_token();
+  return all;
+}
+
 void Print(const std::string& text) {
   std::fwrite(text.data(), 1, text.size(), stdout);
   std::fflush(stdout);
@@ -145,13 +162,7 @@ absl::StatusOr<ExitCode> RunPlan(const GlobalOptions& global, const JobOptions& 
 }
 
 absl::Status RunModels(const GlobalOptions& global) {
-  v1::ListModelsRequest request;
-  v1::ListModelsResponse all;
-  do {
-    ASSIGN_OR_RETURN(auto page, Ask<v1::ModelService>(global, &v1::ModelService::Stub::ListModels, request));
-    all.mutable_models()->MergeFrom(page.models());
-    request.set_page_token(page.next_page_token());
-  } while (!request.page_token().empty());
+  ASSIGN_OR_RETURN(const auto all, AskForAll(global, &v1::ModelService::Stub::ListModels));
   if (global.json) return PrintJson(all), absl::OkStatus();
   Rows rows = {{"NAME", "FAMILY", "VARIANT", "SIZE", "PARAMETERS", "DEFAULTS", "COMPONENTS"}};
   for (const v1::Model& model : all.models()) {
@@ -173,13 +184,7 @@ absl::Status RunModels(const GlobalOptions& global) {
 }
 
 absl::Status RunLoras(const GlobalOptions& global) {
-  v1::ListLorasRequest request;
-  v1::ListLorasResponse all;
-  do {
-    ASSIGN_OR_RETURN(auto page, Ask<v1::ModelService>(global, &v1::ModelService::Stub::ListLoras, request));
-    all.mutable_loras()->MergeFrom(page.loras());
-    request.set_page_token(page.next_page_token());
-  } while (!request.page_token().empty());
+  ASSIGN_OR_RETURN(const auto all, AskForAll(global, &v1::ModelService::Stub::ListLoras));
   if (global.json) return PrintJson(all), absl::OkStatus();
   Rows rows = {{"NAME", "FORMAT", "LAYERS", "SIZE"}};
   for (const v1::Lora& lora : all.loras()) {
@@ -191,14 +196,7 @@ absl::Status RunLoras(const GlobalOptions& global) {
 }
 
 absl::Status RunEmbeddings(const GlobalOptions& global) {
-  v1::ListEmbeddingsRequest request;
-  v1::ListEmbeddingsResponse all;
-  do {
-    ASSIGN_OR_RETURN(auto page,
-                     Ask<v1::ModelService>(global, &v1::ModelService::Stub::ListEmbeddings, request));
-    all.mutable_embeddings()->MergeFrom(page.embeddings());
-    request.set_page_token(page.next_page_token());
-  } while (!request.page_token().empty());
+  ASSIGN_OR_RETURN(const auto all, AskForAll(global, &v1::ModelService::Stub::ListEmbeddings));
   if (global.json) return PrintJson(all), absl::OkStatus();
   Rows rows = {{"NAME", "IN PROMPTS", "FAMILY", "TOKENS", "SIZE"}};
   for (const v1::Embedding& embedding : all.embeddings()) {

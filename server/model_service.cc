@@ -1,6 +1,7 @@
 #include "server/model_service.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <map>
 
 #include "absl/strings/ascii.h"
@@ -27,24 +28,29 @@ constexpr size_t kMaxMetadataValue = 512;
 constexpr size_t kMaxMetadataEntries = 64;
 constexpr size_t kMaxSamples = 10;
 
-// A page of [0, count). Tokens are names: a page starts behind the name in its token, so that what comes and
-// goes between two calls moves nothing.
-struct Page {
-  size_t begin = 0;
-  size_t end = 0;
-};
-
-absl::StatusOr<Page> PageOf(const std::vector<std::string>& names, int page_size, const std::string& token) {
-  if (page_size < 0) return FieldError("page_size", "must not be negative");
-  const int size = page_size == 0 ? kDefaultPageSize : std::min(page_size, kMaxPageSize);
+// Answers with the page of `names`, which are sorted, that `request` asks for: calls `add` with the index of
+// each name on it. Tokens are names: a page starts behind the name in its token, so that what comes and goes
+// between two calls moves nothing.
+template <typename Request, typename Response, typename Add>
+absl::Status AnswerPage(const std::vector<std::string>& names, const Request& request, Response* response,
+                        Add add) {
+  if (request.page_size() < 0) return FieldError("page_size", "must not be negative");
+  const int size = request.page_size() == 0 ? kDefaultPageSize : std::min(request.page_size(), kMaxPageSize);
+  const std::string& token = request.page_token();
   if (!token.empty() && !IsValidName(token))
     return FieldError("page_token", "is no token of an earlier page");
-  Page page;
-  if (!token.empty()) {
-    page.begin = static_cast<size_t>(std::upper_bound(names.begin(), names.end(), token) - names.begin());
-  }
-  page.end = std::min(names.size(), page.begin + static_cast<size_t>(size));
-  return page;
+  const auto begin = token.empty() ? names.begin() : std::upper_bound(names.begin(), names.end(), token);
+  const auto end = begin + std::min<std::ptrdiff_t>(size, names.end() - begin);
+  for (auto it = begin; it != end; ++it) add(static_cast<size_t>(it - names.begin()));
+  if (end != names.end()) response->set_next_page_token(*(end - 1));
+  return absl::OkStatus();
+}
+
+template <typename File>
+std::vector<std::string> NamesOf(const std::vector<File>& files) {
+  std::vector<std::string> names;
+  for (const File& file : files) names.push_back(file.name);
+  return names;
 }
 
 std::string StorageName(DType dtype) { return absl::AsciiStrToLower(DTypeName(dtype)); }
@@ -143,18 +149,16 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListModels(grpc::CallbackServerConte
                                                        v1::ListModelsResponse* response) {
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     const std::vector<std::string> names = core_->catalog->ModelNames();
-    ASSIGN_OR_RETURN(Page page, PageOf(names, request->page_size(), request->page_token()));
-    for (size_t i = page.begin; i < page.end; ++i) {
+    return AnswerPage(names, *request, response, [&](size_t i) {
       auto model = core_->catalog->Model(names[i]);
-      if (!model.ok()) {  // listed by name, so that it is not a riddle where it went; GetModel says why
-        spdlog::warn("model {}: {}", names[i], std::string(model.status().message()));
-        response->add_models()->set_name(names[i]);
-        continue;
+      if (model.ok()) {
+        *response->add_models() = ToProto(**model);
+        return;
       }
-      *response->add_models() = ToProto(**model);
-    }
-    if (page.end < names.size()) response->set_next_page_token(names[page.end - 1]);
-    return absl::OkStatus();
+      // Listed by name, so that it is not a riddle where it went; GetModel says why.
+      spdlog::warn("model {}: {}", names[i], std::string(model.status().message()));
+      response->add_models()->set_name(names[i]);
+    });
   });
 }
 
@@ -173,14 +177,8 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListLoras(grpc::CallbackServerContex
                                                       v1::ListLorasResponse* response) {
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     const std::vector<LoraFile> loras = core_->catalog->Loras();
-    std::vector<std::string> names;
-    for (const LoraFile& lora : loras) names.push_back(lora.name);
-    ASSIGN_OR_RETURN(Page page, PageOf(names, request->page_size(), request->page_token()));
-    for (size_t i = page.begin; i < page.end; ++i) {
-      *response->add_loras() = DescribeLora(*core_, loras[i]);
-    }
-    if (page.end < names.size()) response->set_next_page_token(names[page.end - 1]);
-    return absl::OkStatus();
+    return AnswerPage(NamesOf(loras), *request, response,
+                      [&](size_t i) { *response->add_loras() = DescribeLora(*core_, loras[i]); });
   });
 }
 
@@ -189,17 +187,13 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListEmbeddings(grpc::CallbackServerC
                                                            v1::ListEmbeddingsResponse* response) {
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     const std::vector<EmbeddingFile> embeddings = core_->catalog->Embeddings();
-    std::vector<std::string> names;
-    for (const EmbeddingFile& embedding : embeddings) names.push_back(embedding.name);
+    const std::vector<std::string> names = NamesOf(embeddings);
     const auto by_last_segment = NamesByLastSegment(names);
-    ASSIGN_OR_RETURN(Page page, PageOf(names, request->page_size(), request->page_token()));
-    for (size_t i = page.begin; i < page.end; ++i) {
+    return AnswerPage(names, *request, response, [&](size_t i) {
       const std::string last = names[i].substr(names[i].rfind('/') + 1);
       const bool alone = by_last_segment.at(last).size() == 1;
       *response->add_embeddings() = ToProto(embeddings[i], alone ? last : names[i]);
-    }
-    if (page.end < names.size()) response->set_next_page_token(names[page.end - 1]);
-    return absl::OkStatus();
+    });
   });
 }
 

@@ -95,6 +95,32 @@ def test_unknown_models_and_loras(daemon, name):
     assert str(DEMO) not in error.message
 
 
+@pytest.mark.parametrize("kind", ["Models", "Loras", "Embeddings"])
+def test_a_page_that_cannot_be_names_its_field(daemon, kind):
+    call, message = getattr(daemon.models, f"List{kind}"), getattr(model_pb2, f"List{kind}Request")
+    for fields, field in (({"page_size": -1}, "page_size"), ({"page_token": "../x"}, "page_token"),
+                          ({"page_token": "a\0b"}, "page_token")):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(message(**fields))
+        error = reason_of(caught.value)
+        assert (error.code, error.fields) == (INVALID, [field]), error
+
+
+def test_lists_come_in_pages(daemon):
+    names, token = [], ""
+    while token or not names:
+        page = daemon.models.ListLoras(model_pb2.ListLorasRequest(page_size=1, page_token=token))
+        names += [lora.name for lora in page.loras]
+        token = page.next_page_token
+    assert len(LORAS) > 1 and names == LORAS
+    # A token is a name, whether there is one of that name or not.
+    rest = daemon.models.ListLoras(model_pb2.ListLorasRequest(page_token=LORAS[0] + "-"))
+    assert [lora.name for lora in rest.loras] == LORAS[1:]
+    rest = daemon.models.ListLoras(model_pb2.ListLorasRequest(page_size=2000, page_token="zzz"))
+    assert not rest.loras and not rest.next_page_token
+    assert [m.name for m in daemon.models.ListModels(model_pb2.ListModelsRequest(page_size=1)).models] == [MODEL]
+
+
 @pytest.mark.parametrize("weight", [math.nan, math.inf, 1e9])
 def test_lora_weights_must_be_sane(daemon, weight):
     error = generate(daemon, loras=[common_pb2.LoraRef(name=A, weight=weight)])
