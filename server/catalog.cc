@@ -77,15 +77,18 @@ fs::path Below(const std::string& root, absl::string_view name) {
   return path;
 }
 
-// All paths below the roots for which `take` says true, as names (relative to the root).
+// Shows `take` the paths below `folder`, each with its name (relative to the root), and what is below those
+// for which it says false. A folder that cannot be read ends nothing but itself: clients' uploads come and go
+// while this runs. What begins with a dot is nobody's name.
 template <typename Take>
-void Walk(const std::string& root, Take take) {
-  std::error_code ec;
-  for (auto it = fs::recursive_directory_iterator(root, fs::directory_options::skip_permission_denied, ec);
-       it != fs::recursive_directory_iterator(); it.increment(ec)) {
-    if (ec) break;
-    if (it.depth() >= kMaxDepth) it.disable_recursion_pending();
-    if (take(it->path(), it->path().lexically_relative(root).string())) it.disable_recursion_pending();
+void Walk(const fs::path& root, const fs::path& folder, int depth, const Take& take) {
+  std::error_code ec, no;
+  for (auto it = fs::directory_iterator(folder, ec); !ec && it != fs::directory_iterator();
+       it.increment(ec)) {
+    const fs::path& path = it->path();
+    if (absl::StartsWith(path.filename().string(), ".")) continue;
+    if (take(path, path.lexically_relative(root).string()) || depth >= kMaxDepth) continue;
+    if (it->is_directory(no) && !it->is_symlink(no)) Walk(root, path, depth + 1, take);
   }
 }
 
@@ -125,7 +128,7 @@ std::optional<File> FindFile(const std::vector<std::string>& roots, absl::string
 std::vector<std::string> FileNames(const std::vector<std::string>& roots) {
   std::set<std::string> names;
   for (const std::string& root : roots) {
-    Walk(root, [&](const fs::path&, const std::string& relative) {
+    Walk(root, root, 0, [&](const fs::path&, const std::string& relative) {
       const std::string name(absl::StripSuffix(relative, kWeightFile));
       if (name.size() < relative.size() && IsValidName(name)) names.insert(name);
       return false;
@@ -207,7 +210,7 @@ Catalog::Catalog(std::vector<std::string> model_roots, std::vector<std::string> 
 std::vector<std::string> Catalog::ModelNames() const {
   std::set<std::string> names;
   for (const std::string& root : model_roots_) {
-    Walk(root, [&](const fs::path& path, const std::string& relative) {
+    Walk(root, root, 0, [&](const fs::path& path, const std::string& relative) {
       std::error_code ec;
       if (fs::is_regular_file(path / kIndexFile, ec)) {
         if (IsValidName(relative)) names.insert(relative);
