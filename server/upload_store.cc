@@ -412,9 +412,14 @@ absl::Status UploadStore::Incoming::Create() {
 
 UploadStore::Incoming::~Incoming() {
   fd_.reset();
-  std::error_code error;
-  if (!folder_.empty()) fs::remove_all(folder_, error);
-  if (error) spdlog::error("upload: cannot remove {}: {}", folder_, error.message());
+  if (!folder_.empty()) {
+    // No fs::remove_all: it opens the folder, and the process may be out of descriptors.
+    unlink(path_.c_str());
+    unlink(absl::StrCat(folder_, "/", kNote).c_str());
+    if (rmdir(folder_.c_str()) != 0 && errno != ENOENT) {
+      spdlog::error("upload: cannot remove {}: {}", folder_, std::strerror(errno));
+    }
+  }
   MutexLock lock(&store_->mu_);
   store_->incoming_bytes_ -= header_.size;
   --store_->incoming_files_;

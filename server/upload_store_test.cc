@@ -1,5 +1,6 @@
 #include "server/upload_store.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -404,19 +405,20 @@ TEST_F(UploadStoreTest, AFileThatSomebodyTookAwayIsNoLongerThere) {
   EXPECT_EQ(Data("uploads/x"), "data");
 }
 
-// Files have at most that many bytes while it lives.
-class SmallFiles {
+// A lower limit of the process while it lives.
+class LowLimit {
  public:
-  explicit SmallFiles(rlim_t bytes) {
+  LowLimit(__rlimit_resource_t resource, rlim_t limit) : resource_(resource) {
     signal(SIGXFSZ, SIG_IGN);
-    getrlimit(RLIMIT_FSIZE, &old_);
-    rlimit small = old_;
-    small.rlim_cur = bytes;
-    setrlimit(RLIMIT_FSIZE, &small);
+    getrlimit(resource_, &old_);
+    rlimit low = old_;
+    low.rlim_cur = limit;
+    setrlimit(resource_, &low);
   }
-  ~SmallFiles() { setrlimit(RLIMIT_FSIZE, &old_); }
+  ~LowLimit() { setrlimit(resource_, &old_); }
 
  private:
+  const __rlimit_resource_t resource_;
   rlimit old_ = {};
 };
 
@@ -425,7 +427,7 @@ TEST_F(UploadStoreTest, AFullDiskIsSaidAndLeavesNothing) {
   auto incoming = Begin(Header("x", kilo));
   absl::Status status;
   {
-    SmallFiles small(500);
+    LowLimit small(RLIMIT_FSIZE, 500);
     status = incoming->Write(0, kilo);
   }
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
@@ -437,18 +439,28 @@ TEST_F(UploadStoreTest, AFullDiskIsSaidAndLeavesNothing) {
 
 TEST_F(UploadStoreTest, ADiskThatIsFullWhenTheNoteIsWrittenIsTheSame) {
   {
-    SmallFiles small(10);
+    LowLimit small(RLIMIT_FSIZE, 10);
     EXPECT_EQ(ErrorReason(Put("x", "data").status()), "DISK_FULL");
   }
   EXPECT_THAT(Files(), IsEmpty());
   ASSERT_TRUE(Put("x", "data").ok());
   now_ += absl::Hours(1);
   {
-    SmallFiles small(10);
+    LowLimit small(RLIMIT_FSIZE, 10);
     EXPECT_EQ(ErrorReason(store_->Begin(Header("x", "data")).status()), "DISK_FULL");
   }
   EXPECT_THAT(Files(), ElementsAre("uploads/.x.json", "uploads/x.safetensors"));
   EXPECT_TRUE(std::get<StoredUpload>(*store_->Begin(Header("x", "data"))).existed);
+}
+
+TEST_F(UploadStoreTest, AnUploadForWhichNoFileCanBeOpenedLeavesNothing) {
+  const int next = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  close(next);
+  {
+    LowLimit none(RLIMIT_NOFILE, static_cast<rlim_t>(next));
+    EXPECT_EQ(ErrorReason(store_->Begin(Header("x", "data")).status()), "UPLOAD_FAILED");
+  }
+  EXPECT_THAT(Files(), IsEmpty());
 }
 
 // What the server cannot do with its own folder: the client hears no path, and nothing stays.
