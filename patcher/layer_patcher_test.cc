@@ -3,7 +3,6 @@
 #include "patcher/layer_patcher.h"
 
 #include "ATen/ATen.h"
-#include "c10/util/ThreadLocalDebugInfo.h"
 #include "cache/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -245,84 +244,6 @@ TEST_F(LayerPatcherTest, MergingAsksForItsScratchMemory) {
       EXPECT_EQ(overlay.ok(), missing == 0) << overlay.status();
       if (!overlay.ok()) continue;
       EXPECT_EQ((*overlay)->bytes(), merged);
-    }
-  }
-}
-
-// LibTorch's hook for profilers.
-class PeakCounter : public c10::MemoryReportingInfoBase {
- public:
-  void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
-    net += bytes;
-    most = std::max(most, net);
-  }
-  bool memoryProfilingEnabled() const override { return true; }
-  int64_t net = 0, most = 0;
-};
-
-TEST_F(LayerPatcherTest, MergingTakesNoMoreThanItAsksFor) {
-  constexpr int64_t kRows = 256, kColumns = 384;
-  auto one = std::make_shared<ComponentLayout>();
-  one->Add("a.weight", {kRows, kColumns});
-  for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
-    const WeightSet weights(one, {{at::randn({kRows, kColumns}).to(type)}});
-    const PatchTarget where = {.component = "transformer",
-                               .layout = one,
-                               .key_maps = {},
-                               .dotted_prefixes = {""},
-                               .flat_prefixes = {}};
-    const Tensors lora = {{"a.lora_A.weight", at::randn({8, kColumns})},
-                          {"a.lora_B.weight", at::randn({kRows, 8})}};
-    auto with = [](Tensors tensors, const std::string& key, const at::Tensor& value) {
-      tensors[key] = value;
-      return tensors;
-    };
-    const std::map<std::string, Tensors> files = {
-        {"lora", lora},
-        {"diff", {{"a.diff", at::randn({kRows, kColumns})}}},
-        {"bf16 diff", {{"a.diff", at::randn({kRows, kColumns}).to(at::kBFloat16)}}},
-        {"dora rows", with(lora, "a.lora_magnitude_vector", at::rand({kRows}))},
-        {"dora columns", with(lora, "a.dora_scale", at::rand({1, kColumns}))},
-        {"loha",
-         {{"a.hada_w1_a", at::randn({kRows, 8})},
-          {"a.hada_w1_b", at::randn({8, kColumns})},
-          {"a.hada_w2_a", at::randn({kRows, 8})},
-          {"a.hada_w2_b", at::randn({8, kColumns})}}},
-        {"lokr", {{"a.lokr_w1", at::randn({16, 16})}, {"a.lokr_w2", at::randn({16, 24})}}},
-        {"ia3", {{"a.weight", at::randn({kColumns})}, {"a.on_input", at::scalar_tensor(1)}}},
-        {"glora",
-         {{"a.a1.weight", at::randn({kColumns, 8})},
-          {"a.a2.weight", at::randn({8, kColumns})},
-          {"a.b1.weight", at::randn({kRows, 8})},
-          {"a.b2.weight", at::randn({8, kColumns})}}},
-        {"oft", {{"a.oft_blocks", at::randn({4, 64, 64})}}},
-        {"boft", {{"a.oft_blocks", at::randn({2, 4, 64, 64})}}},
-        {"oft of one block", {{"a.oft_blocks", at::randn({1, 256, 256})}}},
-        {"boft of large blocks", {{"a.oft_blocks", at::randn({1, 2, 128, 128})}}},
-        {"sparse", with(with(with(lora, "a.bias_indices", at::zeros({2, 9}, at::kShort)), "a.bias_values",
-                             at::randn({9})),
-                        "a.bias_size", at::tensor({256, 384}, at::kShort))}};
-    for (const auto& [name, file] : files) {
-      for (const int count : {1, 2}) {
-        std::vector<PatchSpec> specs, same;
-        for (int i = 0; i < count; ++i) {
-          for (std::vector<PatchSpec>* set : {&specs, &same})
-            set->push_back(Spec(file, 1, {}, std::string(1, 'a' + i)));
-        }
-        const auto size =
-            LayerPatcher::OverlayBytes(*one, static_cast<double>(c10::elementSize(type)), StorageForm::kPlain,
-                                       where, specs, {.mode = PatchMode::kDirect});
-        ASSERT_TRUE(size.ok()) << name << ": " << size.status();
-        auto counter = std::make_shared<PeakCounter>();
-        {
-          const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, counter);
-          const auto overlay =
-              LayerPatcher::Apply(weights, where, std::move(same), {.mode = PatchMode::kDirect});
-          ASSERT_TRUE(overlay.ok()) << name << ": " << overlay.status();
-        }
-        EXPECT_GT(counter->most, size->merged) << name;
-        EXPECT_LE(counter->most, size->merged + size->merging) << name << ", " << count << " on " << type;
-      }
     }
   }
 }
