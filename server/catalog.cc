@@ -30,6 +30,21 @@ uint64_t Mix(uint64_t hash, absl::string_view text) {  // FNV-1a
   return hash;
 }
 
+// Shows `take` the paths below `folder`, each with its name (relative to the root), and what is below those
+// for which it says false. A folder that cannot be read ends nothing but itself: clients' uploads come and go
+// while this runs. What begins with a dot is nobody's name, and no file of a model.
+template <typename Take>
+void Walk(const fs::path& root, const fs::path& folder, int depth, const Take& take) {
+  std::error_code ec, no;
+  for (auto it = fs::directory_iterator(folder, ec); !ec && it != fs::directory_iterator();
+       it.increment(ec)) {
+    const fs::path& path = it->path();
+    if (absl::StartsWith(path.filename().string(), ".")) continue;
+    if (take(path, path.lexically_relative(root).string()) || depth >= kMaxDepth) continue;
+    if (it->is_directory(no) && !it->is_symlink(no)) Walk(root, path, depth + 1, take);
+  }
+}
+
 // A number over names, inodes, sizes and times of the files at or below `path`: another one when any changed.
 std::string Signature(const std::vector<fs::path>& paths) {
   uint64_t hash = 14695981039346656037ull;
@@ -46,11 +61,10 @@ std::string Signature(const std::vector<fs::path>& paths) {
       continue;
     }
     std::vector<fs::path> files;
-    for (auto it = fs::recursive_directory_iterator(path, ec); it != fs::recursive_directory_iterator();
-         it.increment(ec)) {
-      if (ec || it.depth() > kMaxDepth) break;
-      files.push_back(it->path());
-    }
+    Walk(path, path, 0, [&](const fs::path& file, const std::string&) {
+      files.push_back(file);
+      return false;
+    });
     std::sort(files.begin(), files.end());
     for (const fs::path& file : files) add(file, file.lexically_relative(path).string());
   }
@@ -75,21 +89,6 @@ fs::path Below(const std::string& root, absl::string_view name) {
   const fs::path relative = path.lexically_relative(root);
   if (relative.empty() || *relative.begin() == "..") return {};
   return path;
-}
-
-// Shows `take` the paths below `folder`, each with its name (relative to the root), and what is below those
-// for which it says false. A folder that cannot be read ends nothing but itself: clients' uploads come and go
-// while this runs. What begins with a dot is nobody's name.
-template <typename Take>
-void Walk(const fs::path& root, const fs::path& folder, int depth, const Take& take) {
-  std::error_code ec, no;
-  for (auto it = fs::directory_iterator(folder, ec); !ec && it != fs::directory_iterator();
-       it.increment(ec)) {
-    const fs::path& path = it->path();
-    if (absl::StartsWith(path.filename().string(), ".")) continue;
-    if (take(path, path.lexically_relative(root).string()) || depth >= kMaxDepth) continue;
-    if (it->is_directory(no) && !it->is_symlink(no)) Walk(root, path, depth + 1, take);
-  }
 }
 
 nlohmann::json ReadJson(const fs::path& path) {

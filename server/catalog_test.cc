@@ -6,6 +6,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -17,6 +18,7 @@ namespace latentd {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::StartsWith;
 using ::testing::UnorderedElementsAreArray;
 
 class CatalogTest : public ::testing::Test {
@@ -67,6 +69,30 @@ TEST_F(CatalogTest, AFolderThatCannotBeReadHidesNothingElse) {
   const std::vector<std::string> found = Names();
   setrlimit(RLIMIT_NOFILE, &old);
   EXPECT_THAT(found, UnorderedElementsAreArray(names));
+}
+
+TEST_F(CatalogTest, AChangeOfAnyFileIsAnotherModelWhateverElseIsInTheFolder) {
+  const fs::path model = root_ / "m";
+  fs::copy("deploy/demo/models/shapes-flux", model, fs::copy_options::recursive);
+  std::vector<fs::path> files;
+  for (const auto& entry : fs::recursive_directory_iterator(model)) {
+    if (entry.is_regular_file()) files.push_back(entry.path());
+  }
+  for (int i = 0; i < 20; ++i) Write(absl::StrCat("m/deep", i, "/2/3/4/5/6/7/x.txt"));
+  Catalog catalog({root_.string()}, {});
+  const auto id = [&] {
+    const auto opened = catalog.Model("m");
+    return opened.ok() ? (*opened)->id : opened.status().ToString();
+  };
+  std::string before = id();
+  EXPECT_THAT(before, StartsWith("m@"));
+  EXPECT_EQ(id(), before);
+  for (const fs::path& file : files) {
+    fs::last_write_time(file, fs::last_write_time(file) + std::chrono::seconds(1));
+    const std::string after = id();
+    EXPECT_NE(after, before) << file;
+    before = after;
+  }
 }
 
 }  // namespace
