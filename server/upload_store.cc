@@ -128,7 +128,9 @@ absl::Status MakeFolder(const std::string& folder) {
     return BadFolder(folder, absl::StrCat("cannot be made: ", std::strerror(errno)));
   }
   struct stat st = {};
-  if (stat(folder.c_str(), &st) != 0 || !S_ISDIR(st.st_mode)) return BadFolder(folder, "is no folder");
+  if (stat(folder.c_str(), &st) != 0 || !S_ISDIR(st.st_mode)) {
+    return BadFolder(folder, "is no folder; move it away, or set another upload_dir");
+  }
   // Whoever can write there could change a file after it was checked.
   if (st.st_uid != geteuid() || (st.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
     return BadFolder(folder, "must belong to the server's user and be writable for nobody else (chmod 700)");
@@ -151,9 +153,9 @@ absl::StatusOr<std::unique_ptr<UploadStore>> UploadStore::Open(Options options) 
   const fs::path incoming = fs::path(store->folder()) / kIncoming;
   fs::remove_all(incoming, error);
   for (const fs::path& folder : {incoming, fs::path(store->folder()) / "uploads"}) {
-    if (mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) {
-      return BadFolder(store->folder(), absl::StrCat("cannot be written to: ", std::strerror(errno)));
-    }
+    RETURN_IF_ERROR(MakeFolder(folder.string()));
+    // The catalog serves nothing that a link leads to.
+    if (fs::is_symlink(folder, error)) return BadFolder(folder.string(), "is a link; put a folder there");
   }
   store->Scan();
   store->RemoveExpired();

@@ -5,8 +5,8 @@
 //
 //   uploads/alice/night.safetensors    the file
 //   uploads/alice/.night.json          its SHA-256 and when it expires
-//   .incoming/ID/night.safetensors     a file on its way; whatever is there at start is left over, and
-//   removed .lock                              held by the server that uses the folder
+//   .incoming/ID/night.safetensors     a file on its way; what is there at start is left over, and removed
+//   .lock                              held by the server that uses the folder
 //
 // What comes is written beside the others, hashed while it is written, checked as a whole, and renamed to its
 // place: a reader sees the old file or the new one. A file that somebody has mapped outlives its removal and
@@ -111,7 +111,8 @@ class UploadStore {
   };
 
   // Makes the folder when it is not there, and looks at what is in it. Errors: INVALID_ARGUMENT
-  // INVALID_CONFIG (others can write to it, or it cannot be made); FAILED_PRECONDITION UPLOAD_DIR_IN_USE.
+  // INVALID_CONFIG (it or a folder in it: others can write to it, it cannot be made, or something else is
+  // there); FAILED_PRECONDITION UPLOAD_DIR_IN_USE.
   static absl::StatusOr<std::unique_ptr<UploadStore>> Open(Options options);
 
   // The name under which a client's name is served. Errors: INVALID_ARGUMENT INVALID_FIELD (header.name).

@@ -588,6 +588,36 @@ TEST_F(UploadStoreTest, AFolderThatOthersCanChangeIsRefused) {
   EXPECT_EQ(ErrorReason(UploadStore::Open(options_).status()), "INVALID_CONFIG");
 }
 
+TEST_F(UploadStoreTest, WhatIsThereInsteadOfTheFolderOfUploadsIsRefused) {
+  store_.reset();
+  const fs::path uploads = fs::path(options_.folder) / "uploads";
+  const auto refusal = [&] {
+    const absl::Status status = UploadStore::Open(options_).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_EQ(ErrorReason(status), "INVALID_CONFIG");
+    EXPECT_THAT(std::string(status.message()), HasSubstr("store/uploads'"));
+    return std::string(status.message());
+  };
+  fs::remove(uploads);
+  std::ofstream(uploads) << "x";
+  EXPECT_THAT(refusal(), HasSubstr("is no folder; move it away"));
+  EXPECT_EQ(ReadFile(uploads), "x");
+  fs::remove(uploads);
+  fs::create_directory(root_ / "elsewhere");
+  fs::create_directory_symlink(root_ / "elsewhere", uploads);
+  EXPECT_THAT(refusal(), HasSubstr("is a link"));
+  fs::remove(uploads);
+  fs::create_directory(uploads);
+  chmod(uploads.c_str(), 0777);
+  EXPECT_THAT(refusal(), HasSubstr("chmod 700"));
+  chmod(uploads.c_str(), 0700);
+  // Nobody's file is on its way at start: what is there goes.
+  fs::remove(fs::path(options_.folder) / ".incoming");
+  std::ofstream(fs::path(options_.folder) / ".incoming") << "x";
+  Reopen();
+  EXPECT_TRUE(Put("x", "data").ok());
+}
+
 TEST_F(UploadStoreTest, AFolderThatCannotBeMadeOrLockedIsRefused) {
   std::ofstream(root_ / "file") << "x";
   options_.folder = (root_ / "file/below").string();
