@@ -318,19 +318,21 @@ bool UploadStore::IsSame(const std::string& name, File& file, const UploadHeader
   return file.sha256 == header.sha256;
 }
 
-absl::StatusOr<StoredUpload> UploadStore::Renew(const std::string& name, File file,
-                                                const UploadHeader& header) {
-  file.expires = std::max(file.expires, Expiry(header));
+absl::Status UploadStore::RewriteNote(const std::string& name, const File& file) {
   const std::string fresh = absl::StrCat(folder(), "/", kIncoming, "/renewed");
   unlink(fresh.c_str());
   absl::Status status = WriteNote(fresh, file);
   if (status.ok() && rename(fresh.c_str(), NoteOf(name).c_str()) != 0) {
     status = DiskError("renew", NoteOf(name), errno);
   }
-  if (!status.ok()) {
-    unlink(fresh.c_str());
-    return status;
-  }
+  if (!status.ok()) unlink(fresh.c_str());
+  return status;
+}
+
+absl::StatusOr<StoredUpload> UploadStore::Renew(const std::string& name, File file,
+                                                const UploadHeader& header) {
+  file.expires = std::max(file.expires, Expiry(header));
+  RETURN_IF_ERROR(RewriteNote(name, file));
   Set(name, file);
   return StoredUpload{name, file.bytes, file.expires, true};
 }
@@ -500,7 +502,9 @@ absl::Status UploadStore::Place(Incoming& incoming, const File& file, const std:
   if (rename(note.c_str(), NoteOf(incoming.name_).c_str()) != 0) return DiskError("place", note, errno);
   if (rename(incoming.path_.c_str(), path.c_str()) != 0) {
     const int error = errno;
-    unlink(NoteOf(incoming.name_).c_str());
+    // What was to be replaced is still there, and so is its time to go.
+    const std::optional<File> old = Current(incoming.name_);
+    if (!old || !RewriteNote(incoming.name_, *old).ok()) unlink(NoteOf(incoming.name_).c_str());
     return DiskError("place", path, error);
   }
   for (const fs::path& folder : made) SyncFolder(folder);

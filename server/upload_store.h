@@ -162,6 +162,8 @@ class UploadStore {
   absl::StatusOr<StoredUpload> Renew(const std::string& name, File file, const UploadHeader& header)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(disk_mu_);
   absl::Status WriteNote(const std::string& path, const File& file) const;
+  // Writes a note anew, beside the file that is there.
+  absl::Status RewriteNote(const std::string& name, const File& file) ABSL_EXCLUSIVE_LOCKS_REQUIRED(disk_mu_);
   absl::Status Place(Incoming& incoming, const File& file, const std::string& note)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(disk_mu_);
   absl::Status Remove(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(disk_mu_);

@@ -494,6 +494,28 @@ TEST_F(UploadStoreTest, AnUploadThatTheDiskRefusesLeavesNothing) {
   EXPECT_TRUE(Put("a", kilo).ok() && Put("b", kilo).ok() && Put("c", kilo).ok());
 }
 
+TEST_F(UploadStoreTest, AFileThatIsNotReplacedAfterAllKeepsItsTime) {
+  UploadHeader header = Header("x", "old");
+  header.ttl = absl::Hours(2);
+  ASSERT_TRUE(Put(header, "old").ok());
+  const absl::Time expires = store_->Find("uploads/x")->expires;
+  // Somebody tidies up what is on its way, at the worst of times.
+  options_.check = [](const std::string&, const std::string& path, const std::function<bool()>&) {
+    fs::remove(path);
+    return absl::OkStatus();
+  };
+  Reopen();
+  header = Header("x", "new");
+  header.replace = true;
+  EXPECT_EQ(ErrorReason(Put(header, "new").status()), "UPLOAD_FAILED");
+  EXPECT_EQ(Data("uploads/x"), "old");
+  EXPECT_THAT(gone_, IsEmpty());
+  EXPECT_THAT(Files(), ElementsAre("uploads/.x.json", "uploads/x.safetensors"));
+  EXPECT_EQ(store_->Find("uploads/x")->expires, expires);
+  Reopen();
+  EXPECT_EQ(store_->Find("uploads/x")->expires, expires);
+}
+
 TEST_F(UploadStoreTest, AFileWhoseTimeCannotBeRenewedKeepsTheTimeItHas) {
   ASSERT_TRUE(Put("x", "data").ok());
   const absl::Time expires = store_->Find("uploads/x")->expires;
