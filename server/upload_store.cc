@@ -100,16 +100,15 @@ bool Stat(const std::string& path, int64_t& bytes, int64_t& mtime_ns) {
   return true;
 }
 
-// Empty when it cannot be read.
-std::string HashOf(const std::string& path) {
+absl::StatusOr<std::string> HashOf(const std::string& path) {
   const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
-  if (!fd) return "";
+  if (!fd) return DiskError("read", path, errno);
   Sha256 sum;
   std::string buffer(1 << 20, '\0');
   while (true) {
     const ssize_t got = read(fd.get(), buffer.data(), buffer.size());
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return "";
+    if (got < 0) return DiskError("read", path, errno);
     if (got == 0) return sum.Finish();
     sum.Update(absl::string_view(buffer.data(), static_cast<size_t>(got)));
   }
@@ -312,10 +311,19 @@ std::optional<UploadStore::File> UploadStore::Current(const std::string& name) {
   return std::nullopt;
 }
 
-bool UploadStore::IsSame(const std::string& name, File& file, const UploadHeader& header) {
-  if (file.bytes != header.size) return false;
-  if (file.sha256.empty()) file.sha256 = HashOf(PathOf(name));
-  return file.sha256 == header.sha256;
+absl::StatusOr<std::optional<StoredUpload>> UploadStore::TakeIfSame(const std::string& name, File file,
+                                                                    const UploadHeader& header) {
+  if (file.bytes == header.size) {
+    if (file.sha256.empty()) {
+      absl::StatusOr<std::string> sum = HashOf(PathOf(name));
+      // What it is matters to nobody who replaces it.
+      if (!sum.ok() && !header.replace) return sum.status();
+      if (sum.ok()) file.sha256 = *std::move(sum);
+    }
+    if (file.sha256 == header.sha256) return Renew(name, std::move(file), header);
+  }
+  if (!header.replace) return Exists(name);
+  return std::nullopt;
 }
 
 absl::Status UploadStore::RewriteNote(const std::string& name, const File& file) {
@@ -387,12 +395,10 @@ absl::StatusOr<std::variant<StoredUpload, std::unique_ptr<UploadStore::Incoming>
   RETURN_IF_ERROR(CheckHeader(header));
   {
     MutexLock lock(&disk_mu_);
-    std::optional<File> file = Current(name);
-    if (file && IsSame(name, *file, header)) {
-      ASSIGN_OR_RETURN(StoredUpload renewed, Renew(name, *file, header));
-      return Result(std::move(renewed));
+    if (const std::optional<File> there = Current(name)) {
+      ASSIGN_OR_RETURN(std::optional<StoredUpload> same, TakeIfSame(name, *there, header));
+      if (same) return Result(*std::move(same));
     }
-    if (file && !header.replace) return Exists(name);
   }
   RETURN_IF_ERROR(TakeRoom(header.size));
   // From here on its destructor gives the room back.
@@ -474,9 +480,9 @@ absl::StatusOr<StoredUpload> UploadStore::Incoming::Finish(const std::function<b
   {
     MutexLock lock(&store_->disk_mu_);
     // Another upload may have come first.
-    if (std::optional<File> there = store_->Current(name_)) {
-      if (store_->IsSame(name_, *there, header_)) return store_->Renew(name_, *there, header_);
-      if (!header_.replace) return Exists(name_);
+    if (const std::optional<File> there = store_->Current(name_)) {
+      ASSIGN_OR_RETURN(std::optional<StoredUpload> same, store_->TakeIfSame(name_, *there, header_));
+      if (same) return *std::move(same);
       replaced = true;
     }
     if (cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "the upload was cancelled");

@@ -120,7 +120,8 @@ class UploadStore {
 
   // Room for a new file; or, when it is there already, that file, with its time to go renewed (never
   // shortened). Errors: INVALID_ARGUMENT INVALID_FIELD, UPLOAD_TOO_LARGE; ALREADY_EXISTS UPLOAD_EXISTS;
-  // RESOURCE_EXHAUSTED UPLOADS_FULL.
+  // RESOURCE_EXHAUSTED UPLOADS_FULL; UPLOAD_FAILED where the file that is there cannot be read to be
+  // compared, unless it is to be replaced.
   absl::StatusOr<std::variant<StoredUpload, std::unique_ptr<Incoming>>> Begin(const UploadHeader& header);
 
   // Errors: NOT_FOUND LORA_NOT_FOUND.
@@ -157,7 +158,9 @@ class UploadStore {
 
   // The file of that name if it is still as it was; otherwise it is forgotten.
   std::optional<File> Current(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(disk_mu_);
-  bool IsSame(const std::string& name, File& file, const UploadHeader& header)
+  // That file, renewed, when it is what `header` says; nothing when an upload may replace it.
+  absl::StatusOr<std::optional<StoredUpload>> TakeIfSame(const std::string& name, File file,
+                                                         const UploadHeader& header)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(disk_mu_);
   absl::StatusOr<StoredUpload> Renew(const std::string& name, File file, const UploadHeader& header)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(disk_mu_);

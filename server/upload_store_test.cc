@@ -3,9 +3,11 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <linux/capability.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -451,6 +453,43 @@ TEST_F(UploadStoreTest, ADiskThatIsFullWhenTheNoteIsWrittenIsTheSame) {
   }
   EXPECT_THAT(Files(), ElementsAre("uploads/.x.json", "uploads/x.safetensors"));
   EXPECT_TRUE(std::get<StoredUpload>(*store_->Begin(Header("x", "data"))).existed);
+}
+
+// Root may read everything; not while this lives.
+class NoOverride {
+ public:
+  NoOverride() {
+    syscall(SYS_capget, &header_, old_);
+    __user_cap_data_struct less[2] = {old_[0], old_[1]};
+    less[0].effective &= ~(1u << CAP_DAC_OVERRIDE | 1u << CAP_DAC_READ_SEARCH);
+    syscall(SYS_capset, &header_, less);
+  }
+  ~NoOverride() { syscall(SYS_capset, &header_, old_); }
+
+ private:
+  __user_cap_header_struct header_ = {_LINUX_CAPABILITY_VERSION_3, 0};
+  __user_cap_data_struct old_[2] = {};
+};
+
+TEST_F(UploadStoreTest, AFileThatCannotBeReadIsNotTakenForAnotherAndCanBeReplaced) {
+  ASSERT_TRUE(Put("x", "data").ok());
+  const std::string path = options_.folder + "/uploads/x.safetensors";
+  fs::remove(options_.folder + "/uploads/.x.json");
+  chmod(path.c_str(), 0);
+  Reopen();
+  NoOverride none;
+  const absl::Status status = Put("x", "data").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(ErrorReason(status), "UPLOAD_FAILED");
+  EXPECT_EQ(ErrorReason(Put("x", "another").status()), "UPLOAD_EXISTS") << "which its size says";
+  UploadHeader header = Header("x", "data");
+  header.replace = true;
+  auto stored = Put(header, "data");
+  ASSERT_TRUE(stored.ok()) << stored.status();
+  EXPECT_FALSE(stored->existed);
+  EXPECT_EQ(Data("uploads/x"), "data");
+  EXPECT_THAT(gone_, ElementsAre("uploads/x"));
+  EXPECT_TRUE(Put("x", "data")->existed);
 }
 
 TEST_F(UploadStoreTest, AnUploadForWhichNoFileCanBeOpenedLeavesNothing) {
