@@ -226,7 +226,8 @@ TEST_P(DeviceTest, TextEncoders) {
   }
   {
     const DeviceWatch watch;
-    ExpectOnMeta(clip(clip_view, {1, kFirstRowId + 1, kFirstRowId, 9}, {}, {}, at::zeros({2, 32})).hidden, {1, 4, 32});
+    ExpectOnMeta(clip(clip_view, {1, kFirstRowId + 1, kFirstRowId, 9}, {}, {}, at::zeros({2, 32})).hidden,
+                 {1, 4, 32});
     EXPECT_THAT(watch.mixed(), IsEmpty());
   }
   for (const bool gated : {false, true}) {
@@ -359,7 +360,10 @@ TEST_P(DeviceTest, SdDenoisersTakeTheirInputsFromHostMemoryAndGiveLatentsBack) {
   const auto unet = std::make_shared<const UNet2DCondition>(SmallUNet(0));
   const WeightSet weights = OnMeta(unet->layout());
   const WeightView view(weights, nullptr);
-  SdRun run{.predictor = SdPredictor(unet, {.context = Host({2, 5, 24}), .pooled = {}, .time_ids = {}}, 0.5),
+  const SdPromptRow row{.hidden = {Host({1, 5, 24})}, .pooled = {}, .time_ids = {}};
+  SdRun run{.predictor = SdPredictor(unet, 0.5),
+            .prompts = {{.rows = {row, row}, .weights = {1}}},
+            .prompts_of_step = {0},
             .pictures = {},
             .mask = {.mask = Host({1, 1, 10, 8}), .gradient = true},
             .tiles = LayTiles(10, 8, 6, 6, 2),

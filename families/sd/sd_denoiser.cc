@@ -30,7 +30,14 @@ class SdDenoiser : public Denoiser {
     const int64_t index = first().steps_done();
     const double sigma = first().sigma();
     if (index == 0) Prepare(w);
-    const double guidance = run_.guidance[std::min(static_cast<size_t>(index), run_.guidance.size() - 1)];
+    const auto of_step = [&](const auto& list) {
+      return list[std::min(static_cast<size_t>(index), list.size() - 1)];
+    };
+    const double guidance = of_step(run_.guidance);
+    if (const size_t wanted = of_step(run_.prompts_of_step); index == 0 || wanted != prompts_) {
+      run_.predictor.Prepare(w, run_.prompts[wanted]);
+      prompts_ = wanted;
+    }
     // All pictures before any is replaced, with copies of samplers and sources: a step that fails half-way
     // can be repeated.
     std::vector<State> stepped;
@@ -72,7 +79,6 @@ class SdDenoiser : public Denoiser {
 
   // A first step that failed does it once more, at no cost where it is done.
   void Prepare(const WeightView& w) {
-    run_.predictor.Prepare(w);
     for (State& state : states_) state.x = state.x.to(w.device());
     for (SdPicture& picture : run_.pictures) {
       for (at::Tensor* tensor : {&picture.more, &picture.original, &picture.noise}) {
@@ -113,6 +119,7 @@ class SdDenoiser : public Denoiser {
   }
 
   SdRun run_;
+  size_t prompts_ = 0;  // which of them the predictor has
   std::vector<State> states_;
 };
 

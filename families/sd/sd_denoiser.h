@@ -35,7 +35,9 @@ struct SdMask {
 
 struct SdRun {
   SdPredictor predictor;
-  std::vector<SdPicture> pictures;  // at least one, all of one size
+  std::vector<SdPrompts> prompts;
+  std::vector<size_t> prompts_of_step;  // index of `prompts`; the last one stands for those that follow
+  std::vector<SdPicture> pictures;      // at least one, all of one size
   SdMask mask;
   // At least one. Each has a sampler of its own, since those remember; they draw from one source, in this
   // order, and are brought together after every step.

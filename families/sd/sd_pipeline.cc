@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
@@ -21,6 +22,11 @@ constexpr char kPooled[] = "pooled", kNegative[] = "neg.";
 // Whose vectors an encoder takes.
 EmbeddingEncoder VectorsFor(const SdEncoder& encoder) {
   return encoder.component == "text_encoder_2" ? EmbeddingEncoder::kClipG : EmbeddingEncoder::kClipL;
+}
+
+// Of a schedule's text with that index, in a Conditioning.
+std::string KeyOf(bool negative, size_t text, absl::string_view what) {
+  return absl::StrCat(negative ? kNegative : "", text == 0 ? "" : absl::StrCat(text, "."), what);
 }
 
 absl::Status Missing() { return absl::InternalError("a prompt was not encoded"); }
@@ -99,22 +105,38 @@ absl::Status SdPipeline::Validate(GenerateParams& params) const {
   for (double scale : params.guidance_list)
     RETURN_IF_ERROR(CheckRange("params.guidance_list", scale, 0, kMaxGuidance));
   RETURN_IF_ERROR(CheckRange("params.guidance_rescale", params.guidance_rescale.value_or(0), 0, 1));
-  RETURN_IF_ERROR(ValidatePrompts(params));
   RETURN_IF_ERROR(FillSeeds(params));
   if (!params.sampler) params.sampler = defaults.sampler;
   RETURN_IF_ERROR(ValidatePictures(params));
   RETURN_IF_ERROR(ValidateOwn(params));
-  return NewSampler(params, nullptr).status();
+  RETURN_IF_ERROR(NewSampler(params, nullptr).status());
+  return ValidatePrompts(params);
 }
 
 absl::Status SdPipeline::ValidatePrompts(GenerateParams& params) const {
   if (params.prompt_syntax) RETURN_IF_ERROR(ParsePromptSyntax(*params.prompt_syntax).status());
+  size_t parts = 1;
   for (const SdEncoder& encoder : parts_.encoders) {
     for (const bool negative : {false, true}) {
       if (negative && !EncodesNegative(params)) continue;
       const SdText text = TextOf(encoder, params, negative);
       RETURN_IF_ERROR(CheckPrompt(text.field, text.text));
-      RETURN_IF_ERROR(TokensOf(encoder, text).status());
+      ASSIGN_OR_RETURN(const PromptSchedule schedule, ScheduleOf(text, params, negative));
+      for (const SdText& one : TextsOf(encoder, params, negative)) {
+        RETURN_IF_ERROR(TokensOf(encoder, one).status());
+      }
+      if (negative) continue;
+      const size_t joined = schedule.at(0).size();
+      if (joined > 1 && !Guided(params)) {
+        return FieldError("params.guidance",
+                          "must be above 1 where prompts are joined with AND: without guidance there is "
+                          "nothing that they could be weighed against");
+      }
+      if (&encoder == &parts_.encoders.front()) parts = joined;
+      if (joined != parts) {
+        return FieldError(text.field, absl::StrCat("joins ", joined, " prompts with AND, params.prompt ",
+                                                   parts, "; they go together one by one"));
+      }
     }
     const int64_t layers = encoder.model->config().layers - 1 - usual_skip();
     RETURN_IF_ERROR(CheckRange("params.clip_skip", static_cast<double>(params.clip_skip.value_or(0)), 0,
@@ -258,12 +280,34 @@ SdText SdPipeline::TextOf(const SdEncoder& encoder, const GenerateParams& params
   return text;
 }
 
+absl::StatusOr<PromptSchedule> SdPipeline::ScheduleOf(const SdText& text, const GenerateParams& params,
+                                                      bool negative) const {
+  if (text.syntax != PromptSyntax::kA1111) return UnchangingPrompt(text.text);
+  ASSIGN_OR_RETURN(const std::unique_ptr<Sampler> sampler, NewSampler(params, nullptr));
+  return ScheduleA1111Prompt(text.text, sampler->step_count(), /*joins=*/!negative, text.field);
+}
+
+std::vector<SdText> SdPipeline::TextsOf(const SdEncoder& encoder, const GenerateParams& params,
+                                        bool negative) const {
+  const SdText whole = TextOf(encoder, params, negative);
+  const auto schedule = ScheduleOf(whole, params, negative);
+  if (!schedule.ok()) return {};
+  std::vector<SdText> texts;
+  for (const std::string& text : schedule->texts) {
+    texts.push_back(whole);
+    texts.back().text = text;
+  }
+  return texts;
+}
+
 int64_t SdPipeline::Tokens(const GenerateParams& params) const {
   int64_t longest = 0;
   for (const SdEncoder& encoder : parts_.encoders) {
     for (const bool negative : {false, true}) {
       if (negative && !EncodesNegative(params)) continue;
-      longest = std::max(longest, TokensOf(encoder, TextOf(encoder, params, negative)).value_or(0));
+      for (const SdText& text : TextsOf(encoder, params, negative)) {
+        longest = std::max(longest, TokensOf(encoder, text).value_or(0));
+      }
     }
   }
   return longest;
@@ -281,11 +325,13 @@ absl::Status SdPipeline::Encode(const std::string& component, const WeightView& 
   for (const bool negative : {false, true}) {
     if (negative && !EncodesNegative(params)) continue;
     const ClipTap tap = Tap(*encoder, negative ? 0 : params.clip_skip.value_or(0));
-    ASSIGN_OR_RETURN(const ClipTextModel::Output output,
-                     EncodeText(*encoder, weights, TextOf(*encoder, params, negative), tap, tokens, rows));
-    const char* prefix = negative ? kNegative : "";
-    conditioning[absl::StrCat(prefix, component)] = ToHost(output.hidden);
-    if (output.pooled.defined()) conditioning[absl::StrCat(prefix, kPooled)] = ToHost(output.pooled);
+    const std::vector<SdText> texts = TextsOf(*encoder, params, negative);
+    for (size_t i = 0; i < texts.size(); ++i) {
+      ASSIGN_OR_RETURN(const ClipTextModel::Output output,
+                       EncodeText(*encoder, weights, texts[i], tap, tokens, rows));
+      conditioning[KeyOf(negative, i, component)] = ToHost(output.hidden);
+      if (output.pooled.defined()) conditioning[KeyOf(negative, i, kPooled)] = ToHost(output.pooled);
+    }
   }
   return absl::OkStatus();
 }
@@ -298,8 +344,10 @@ std::string SdPipeline::EncodeKey(const std::string& component, const GeneratePa
     for (const bool negative : {false, true}) {
       if (negative && !EncodesNegative(params)) continue;
       // Texts may hold anything: their lengths keep them apart.
-      const std::string text = TextOf(encoder, params, negative).text;
-      absl::StrAppend(&key, "|", text.size(), ":", text);
+      for (const SdText& text : TextsOf(encoder, params, negative)) {
+        absl::StrAppend(&key, "|", text.text.size(), ":", text.text);
+      }
+      absl::StrAppend(&key, "|.");
     }
   }
   // Marks say where rows are, not whose.
@@ -310,32 +358,73 @@ std::string SdPipeline::EncodeKey(const std::string& component, const GeneratePa
 int64_t SdPipeline::ConditioningBytes(const std::string& component, const GenerateParams& params) const {
   int64_t floats = 0;
   for (const SdEncoder& encoder : parts_.encoders) {
+    if (encoder.component != component) continue;
+    size_t texts = TextsOf(encoder, params, /*negative=*/false).size();
+    if (EncodesNegative(params)) texts += TextsOf(encoder, params, /*negative=*/true).size();
     const ClipTextConfig& c = encoder.model->config();
-    if (encoder.component == component) floats = Tokens(params) * c.dim + std::max(c.dim, c.projection);
+    floats = static_cast<int64_t>(texts) * (Tokens(params) * c.dim + std::max(c.dim, c.projection));
   }
-  return (EncodesNegative(params) ? 2 : 1) * floats * int64_t{sizeof(float)};
+  return floats * int64_t{sizeof(float)};
 }
 
-absl::StatusOr<SdPrompts> SdPipeline::PromptsOf(const GenerateParams& params,
-                                                Conditioning& conditioning) const {
-  SdPrompts prompts;
-  std::vector<at::Tensor> rows;
-  const bool guided = Guided(params);
-  for (const char* prefix : {kNegative, ""}) {
-    const bool negative = *prefix != 0;
-    if (negative && !guided) continue;
-    std::vector<at::Tensor> side_by_side;
-    for (const SdEncoder& encoder : parts_.encoders) {
-      const bool zeros = negative && !EncodesNegative(params);
-      const at::Tensor hidden = conditioning[absl::StrCat(zeros ? "" : prefix, encoder.component)];
-      if (!hidden.defined()) return Missing();
-      side_by_side.push_back(zeros ? at::zeros_like(hidden) : hidden);
-    }
-    rows.push_back(at::cat(side_by_side, -1));
+absl::StatusOr<SdPromptRow> SdPipeline::RowOf(const GenerateParams& params, const std::vector<size_t>& texts,
+                                              bool negative, Conditioning& conditioning) const {
+  const bool zeros = negative && !EncodesNegative(params);
+  auto value = [&](size_t text, absl::string_view what) {
+    const at::Tensor encoded = conditioning[KeyOf(negative && !zeros, text, what)];
+    return zeros && encoded.defined() ? at::zeros_like(encoded) : encoded;
+  };
+  SdPromptRow row;
+  for (size_t i = 0; i < parts_.encoders.size(); ++i) {
+    row.hidden.push_back(value(texts[i], parts_.encoders[i].component));
+    if (!row.hidden.back().defined()) return Missing();
   }
-  prompts.context = at::cat(rows);
-  RETURN_IF_ERROR(AddToPrompts(params, conditioning, guided ? 2 : 1, prompts));
-  return prompts;
+  row.pooled = value(texts.back(), kPooled);  // of the last encoder, where there is any
+  RETURN_IF_ERROR(AddToRow(params, negative, row));
+  return row;
+}
+
+absl::Status SdPipeline::AddPrompts(const GenerateParams& params, Conditioning& conditioning,
+                                    SdRun& run) const {
+  std::vector<PromptSchedule> wanted, unwanted;
+  size_t steps = 1;
+  for (const SdEncoder& encoder : parts_.encoders) {
+    for (const bool negative : {false, true}) {
+      std::vector<PromptSchedule>& schedules = negative ? unwanted : wanted;
+      if (negative && !EncodesNegative(params)) {
+        schedules.push_back(UnchangingPrompt(""));
+        continue;
+      }
+      ASSIGN_OR_RETURN(PromptSchedule schedule,
+                       ScheduleOf(TextOf(encoder, params, negative), params, negative));
+      steps = std::max(steps, schedule.steps.size());
+      schedules.push_back(std::move(schedule));
+    }
+  }
+  // Rows as the texts of all encoders; equal ones are one.
+  std::map<std::vector<std::vector<size_t>>, size_t> known;
+  for (size_t step = 0; step < steps; ++step) {
+    const auto texts = [&](const std::vector<PromptSchedule>& schedules, size_t part) {
+      std::vector<size_t> of_row;
+      for (const PromptSchedule& schedule : schedules) of_row.push_back(schedule.at(step)[part].text);
+      return of_row;
+    };
+    std::vector<std::vector<size_t>> rows;
+    if (Guided(params)) rows.push_back(texts(unwanted, 0));
+    for (size_t part = 0; part < wanted.front().at(step).size(); ++part) rows.push_back(texts(wanted, part));
+    const auto [it, added] = known.try_emplace(rows, run.prompts.size());
+    run.prompts_of_step.push_back(it->second);
+    if (!added) continue;
+    SdPrompts prompts;
+    for (const PromptSchedule::Part& part : wanted.front().at(step)) prompts.weights.push_back(part.weight);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const bool negative = Guided(params) && i == 0;
+      ASSIGN_OR_RETURN(SdPromptRow row, RowOf(params, rows[i], negative, conditioning));
+      prompts.rows.push_back(std::move(row));
+    }
+    run.prompts.push_back(std::move(prompts));
+  }
+  return absl::OkStatus();
 }
 
 // ----------------------------------------------------------------------------------------------- pictures
@@ -417,13 +506,15 @@ absl::StatusOr<std::unique_ptr<Denoiser>> SdPipeline::Begin(const GenerateParams
     }
     pictures.push_back(std::move(picture));
   }
-  ASSIGN_OR_RETURN(SdPrompts prompts, PromptsOf(params, conditioning));
-  SdRun run{.predictor = SdPredictor(parts_.unet, std::move(prompts), params.guidance_rescale.value_or(0)),
+  SdRun run{.predictor = SdPredictor(parts_.unet, params.guidance_rescale.value_or(0)),
+            .prompts = {},
+            .prompts_of_step = {},
             .pictures = std::move(pictures),
             .mask = std::move(mask),
             .tiles = TilesOf(params),
             .guidance = params.guidance_list};
   if (run.guidance.empty()) run.guidance = {*params.guidance};
+  RETURN_IF_ERROR(AddPrompts(params, conditioning, run));
   return MakeSdDenoiser(std::move(run));
 }
 

@@ -25,10 +25,13 @@
 #include "families/sd/sd_tiles.h"
 #include "families/sd/unet.h"
 #include "families/text/clip_text_model.h"
+#include "families/text/prompt_schedule.h"
 #include "families/vae/autoencoder_kl.h"
 #include "families/vae/picture_codec.h"
 
 namespace latentd {
+
+struct SdRun;
 
 // Everything that a model is made of, described; filled in by OpenSdModel.
 struct SdParts {
@@ -91,9 +94,8 @@ class SdPipeline : public Pipeline {
   // Layers that the tap leaves out without a skip.
   virtual int64_t usual_skip() const = 0;
   virtual AysTable ays_table() const = 0;
-  // Pooled text and numbers about the picture, for models that take them. `rows`: see SdPrompts.
-  virtual absl::Status AddToPrompts(const GenerateParams& params, Conditioning& conditioning, int64_t rows,
-                                    SdPrompts& prompts) const = 0;
+  // Numbers about the picture, for models that take them; `row` has its pooled text.
+  virtual absl::Status AddToRow(const GenerateParams& params, bool negative, SdPromptRow& row) const = 0;
 
   // One prompt, or an unwanted one beside it.
   static bool Guided(const GenerateParams& params);
@@ -108,6 +110,11 @@ class SdPipeline : public Pipeline {
   SdText TextOf(const SdEncoder& encoder, const GenerateParams& params, bool negative) const;
   // Vectors of all embeddings for an encoder, one after the other as the marks have them; undefined for none.
   absl::StatusOr<at::Tensor> EmbeddingRowsOf(const SdEncoder& encoder, const GenerateParams& params) const;
+  // All that TextOf comes to over the steps of a run. Errors: those of ScheduleA1111Prompt.
+  absl::StatusOr<PromptSchedule> ScheduleOf(const SdText& text, const GenerateParams& params,
+                                            bool negative) const;
+  // The schedule's texts. REQUIRES: params passed Validate.
+  std::vector<SdText> TextsOf(const SdEncoder& encoder, const GenerateParams& params, bool negative) const;
   // Tokens of the longest of all prompts, to which the others are brought. REQUIRES: params passed Validate.
   int64_t Tokens(const GenerateParams& params) const;
   absl::Status ValidatePrompts(GenerateParams& params) const;
@@ -117,7 +124,9 @@ class SdPipeline : public Pipeline {
                                                       std::shared_ptr<NoiseSource> noise) const;
   // What the picture is denoised in: one tile, unless the request has others.
   std::vector<SdTile> TilesOf(const GenerateParams& params) const;
-  absl::StatusOr<SdPrompts> PromptsOf(const GenerateParams& params, Conditioning& conditioning) const;
+  absl::StatusOr<SdPromptRow> RowOf(const GenerateParams& params, const std::vector<size_t>& texts,
+                                    bool negative, Conditioning& conditioning) const;
+  absl::Status AddPrompts(const GenerateParams& params, Conditioning& conditioning, SdRun& run) const;
 };
 
 }  // namespace latentd

@@ -183,10 +183,10 @@ at::Tensor UNet2DCondition::operator()(const WeightView& w, const at::Tensor& x,
 // ------------------------------------------------------------------------------------------------- memory
 
 int64_t UNet2DCondition::WorkingBytes(int64_t tokens, int64_t height, int64_t width) const {
-  // A convolution at its widest holds its input, its output, copies of both where the library's kernel wants them in
-  // an order of its own, and the resnet its own input beside that; a transformer holds x, a norm, and either queries, keys,
-  // values and what was attended, or the feed-forward's hidden layer (8·dim) and half of it twice. A heap has
-  // gaps. What the way down leaves behind is there all the time.
+  // A convolution at its widest holds its input, its output, copies of both where the library's kernel wants
+  // them in an order of its own, and the resnet its own input beside that; a transformer holds x, a norm, and
+  // either queries, keys, values and what was attended, or the feed-forward's hidden layer (8·dim) and half
+  // of it twice. A heap has gaps. What the way down leaves behind is there all the time.
   constexpr double kHeapGaps = 1.5;
   constexpr int64_t kBatch = 2, kSlackBytes = 16 << 20;
   double widest = 0, left = 0;
@@ -213,8 +213,8 @@ int64_t UNet2DCondition::WorkingBytes(int64_t tokens, int64_t height, int64_t wi
   }
   const double text =
       static_cast<double>(tokens * (config_.context_dim + 2 * config_.levels.back().channels));
-  const double floats =
-      kHeapGaps * kBatch * (widest + left + text) + 2.5 * static_cast<double>(largest_weight) + static_cast<double>(workspace);
+  const double floats = kHeapGaps * kBatch * (widest + left + text) +
+                        2.5 * static_cast<double>(largest_weight) + static_cast<double>(workspace);
   return static_cast<int64_t>(floats * sizeof(float)) + kSlackBytes;
 }
 

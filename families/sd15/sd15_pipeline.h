@@ -22,9 +22,7 @@ class Sd15Pipeline : public SdPipeline {
   }
   int64_t usual_skip() const override { return 0; }
   AysTable ays_table() const override { return AysTable::kSd15; }
-  absl::Status AddToPrompts(const GenerateParams&, Conditioning&, int64_t, SdPrompts&) const override {
-    return absl::OkStatus();
-  }
+  absl::Status AddToRow(const GenerateParams&, bool, SdPromptRow&) const override { return absl::OkStatus(); }
 };
 
 }  // namespace latentd

@@ -71,33 +71,21 @@ absl::Status SdxlPipeline::ValidateOwn(GenerateParams& params) const {
                     params.negative_aesthetic_score.value_or(kNegativeScore), 0, kMaxScore);
 }
 
-absl::Status SdxlPipeline::AddToPrompts(const GenerateParams& params, Conditioning& conditioning,
-                                        int64_t rows, SdPrompts& prompts) const {
+absl::Status SdxlPipeline::AddToRow(const GenerateParams& params, bool negative, SdPromptRow& row) const {
+  if (!row.pooled.defined()) return absl::InternalError("a pooled prompt was not encoded");
   const PixelSize own{*params.width, *params.height};
   const PixelSize original = params.original_size.value_or(own), target = params.target_size.value_or(own);
-  const PixelPoint crop = params.crop.value_or(PixelPoint());
-  const at::Tensor wanted = conditioning["pooled"];
-  at::Tensor unwanted = conditioning["neg.pooled"];
-  if (!wanted.defined()) return absl::InternalError("a pooled prompt was not encoded");
-  if (!unwanted.defined()) unwanted = at::zeros_like(wanted);
-  std::vector<at::Tensor> pooled, numbers;
-  for (int64_t row = 0; row < rows; ++row) {
-    const bool negative = rows == 2 && row == 0;
-    pooled.push_back(negative ? unwanted : wanted);
-    // diffusers' refiner takes the unwanted one as not cut.
-    const PixelPoint cut = negative && takes_score() ? PixelPoint() : crop;
-    std::vector<double> ids = {static_cast<double>(original.height), static_cast<double>(original.width),
-                               static_cast<double>(cut.top), static_cast<double>(cut.left)};
-    if (takes_score()) {
-      ids.push_back(negative ? params.negative_aesthetic_score.value_or(kNegativeScore)
-                             : params.aesthetic_score.value_or(kScore));
-    } else {
-      ids.insert(ids.end(), {static_cast<double>(target.height), static_cast<double>(target.width)});
-    }
-    numbers.push_back(at::tensor(ids, at::kFloat).unsqueeze(0));
+  // diffusers' refiner takes the unwanted one as not cut.
+  const PixelPoint crop = negative && takes_score() ? PixelPoint() : params.crop.value_or(PixelPoint());
+  std::vector<double> ids = {static_cast<double>(original.height), static_cast<double>(original.width),
+                             static_cast<double>(crop.top), static_cast<double>(crop.left)};
+  if (takes_score()) {
+    ids.push_back(negative ? params.negative_aesthetic_score.value_or(kNegativeScore)
+                           : params.aesthetic_score.value_or(kScore));
+  } else {
+    ids.insert(ids.end(), {static_cast<double>(target.height), static_cast<double>(target.width)});
   }
-  prompts.pooled = at::cat(pooled);
-  prompts.time_ids = at::cat(numbers);
+  row.time_ids = at::tensor(ids, at::kFloat).unsqueeze(0);
   return absl::OkStatus();
 }
 

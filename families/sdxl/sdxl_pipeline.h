@@ -23,8 +23,7 @@ class SdxlPipeline : public SdPipeline {
   }
   int64_t usual_skip() const override { return 1; }
   AysTable ays_table() const override { return AysTable::kSdxl; }
-  absl::Status AddToPrompts(const GenerateParams& params, Conditioning& conditioning, int64_t rows,
-                            SdPrompts& prompts) const override;
+  absl::Status AddToRow(const GenerateParams& params, bool negative, SdPromptRow& row) const override;
 
  private:
   bool takes_score() const;  // in place of the size that the picture was cut to

@@ -65,6 +65,7 @@ def main() -> None:
     import sd_loras
     import sd_models
     import sd_runs
+    import sd_schedules
     import sd_tiles
 
     shutil.rmtree(args.out, ignore_errors=True)
@@ -78,6 +79,7 @@ def main() -> None:
     prompts.write_all(args.out)
     sd_cases.write_all(args.out)
     sd_runs.write_all(args.out)
+    sd_schedules.write_all(args.out)
     sd_loras.write_all(args.out)
     sd_tiles.write_all(args.out)
     embeddings.write_all(args.out)

@@ -141,7 +141,9 @@ INSTANTIATE_TEST_SUITE_P(All, SdRunGolden,
                                          "hand-over-euler-refiner", "hand-over-dpmpp_2m-base",
                                          "hand-over-dpmpp_2m-refiner", "tiles-multistep", "tiles-ancestral",
                                          "sd15-embedding", "sd15-embedding-cut", "sd15-embedding-compel",
-                                         "sd15-embedding-long", "sdxl-embedding", "sdxl-embedding-compel"),
+                                         "sd15-embedding-long", "sdxl-embedding", "sdxl-embedding-compel",
+                                         "sd15-schedule", "sd15-schedule-image", "sd15-joined",
+                                         "sdxl-schedule-joined"),
                          [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 struct Single {

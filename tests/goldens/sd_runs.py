@@ -104,7 +104,7 @@ def run(out: Path, name: str, model: str, *, width: int, height: int, steps: int
         arguments = dict(prompt=prompt, negative_prompt=negative, num_inference_steps=steps, guidance_scale=guidance,
                          generator=torch.Generator().manual_seed(seed), output_type="latent",
                          callback_on_step_end=after, **more)
-        if syntax:
+        if syntax == "compel":
             arguments |= dict(prompt=None, negative_prompt=None) | embed(pipe, prompt, negative, inversions)
         if "height" in inspect.signature(pipe.__call__).parameters:
             arguments |= dict(height=height, width=width)
