@@ -4,7 +4,8 @@
 //   kPlain   the text is the text
 //   kCompel  word++  word--  (a b)1.3  (a b)+  "a b"-  (a b).attend(1.3)   nested weights multiply
 //            ("a", "b").blend(0.7, 0.3[, no_normalize])   ("a", "b").and([1, 0.5])   \( \) \" are themselves
-//   kA1111   (x) 1.1   [x] 1/1.1   (x:1.3)   BREAK begins a window   \( \) \[ \] \\ are themselves
+//   kA1111   (x) 1.1   [x] 1/1.1   (x:1.3)   BREAK begins a window   \( \) \[ \] \\ are themselves;
+//            what changes from step to step, and AND, are taken apart before (prompt_schedule.h)
 //
 // Each + is a factor of 1.1 and each − one of 0.9. What does not parse is text, as by those programs: "(:" is
 // a face. LoRA tags are text, too, and so are the marks that stand for textual inversions

@@ -141,6 +141,26 @@ def test_streamed_networks_draw_the_same_bytes(daemon, folder):
     assert streamed.stop() == 0
 
 
+def test_prompts_change_from_step_to_step(daemon):
+    def drawn(prompt, **more):
+        return draw(daemon, "tiny-sdxl", prompt=prompt, prompt_syntax=denoise_pb2.PROMPT_SYNTAX_A1111, steps=4, seed=5,
+                    **more).sha256
+
+    house, road = drawn("a red house"), drawn("a blue road")
+    mixed = drawn("[a red house:a blue road:2]")
+    assert len({house, road, mixed}) == 3
+    assert drawn("[a red house:a blue road:0.5]") == mixed == drawn("a [red:blue:2] [house:road:.5]")
+    assert drawn("[a red house:a blue road:4]") == house and drawn("[a red house:a blue road:0]") == road
+    turns = drawn("[a red house|a blue road]")
+    assert turns not in (house, road, mixed) and turns == drawn("a [red|blue] [house|road]")
+    assert drawn("[a red house:a blue road:2]", negative_prompt="[tree:fog:1]") != mixed
+    joined = drawn("a red house AND a blue road :0.5")
+    assert joined not in (house, road, mixed) and joined == drawn("a red house :1 AND a blue road :.5")
+    assert drawn("a red house AND a blue road :0") == house
+    assert (drawn("a red house"), drawn("[a red house:a blue road:2]")) == (house, mixed)    # encoded texts are kept
+    daemon.expect_all_released()
+
+
 def test_the_refiner_takes_over(daemon):
     base = draw(daemon, "tiny-sdxl", steps=10, denoising_end=0.8, image_format=denoise_pb2.IMAGE_FORMAT_LATENTS)
     latents = base.pictures[0].data
@@ -220,6 +240,11 @@ WRONG = [
     ("tiny-sdxl", dict(init_latents=b"not a file"), "params.init_latents"),
     ("tiny-sdxl", dict(init_latents=b"x", init_image=INIT), "params.init_latents"),
     ("tiny-sdxl", dict(original_size=denoise_pb2.Size(width=-1, height=5)), "params.original_size"),
+    ("tiny-sd15", dict(prompt="a AND b", prompt_syntax=denoise_pb2.PROMPT_SYNTAX_A1111, guidance=1), "params.guidance"),
+    ("tiny-sd15", dict(prompt="a :101 AND b", prompt_syntax=denoise_pb2.PROMPT_SYNTAX_A1111), "params.prompt"),
+    ("tiny-sd15", dict(prompt="a [%s]" % "|".join(map(str, range(65))), prompt_syntax=denoise_pb2.PROMPT_SYNTAX_A1111,
+                       steps=65), "params.prompt"),
+    ("tiny-sdxl", dict(prompt="a AND b", prompt_2="c", prompt_syntax=denoise_pb2.PROMPT_SYNTAX_A1111), "params.prompt_2"),
     ("tiny-sd15", dict(prompt='("a", "b").blend(1)', prompt_syntax=denoise_pb2.PROMPT_SYNTAX_COMPEL), "params.prompt"),
     ("tiny-sd15", dict(init_image=denoise_pb2.InitImage(data=png(3), strength=0.0)), "params.init_image.strength"),
     ("tiny-sd15", dict(denoise_tiles=denoise_pb2.DenoiseTiles(width=20)), "params.denoise_tiles"),
