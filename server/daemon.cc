@@ -83,6 +83,7 @@ void Daemon::Drain() {
   spdlog::info("draining for at most {}", absl::FormatDuration(core_->config.drain_timeout));
   core_->upload_watch->Drain();
   core_->sessions->Drain(absl::Now() + core_->config.drain_timeout);
+  core_->pins->Close();
   listener_->Stop();
   server_->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
   server_->Wait();

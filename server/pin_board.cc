@@ -71,32 +71,24 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
   if (copies && requests.size() == 1 && requests[0].loader.kind == "embedding") {
     return FieldError("device", absl::StrCat(name, " is an embedding, which is kept in host memory alone"));
   }
-  const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
   Loaded loaded;
   std::set<ModelKey> there;
   for (const RecordStats& record : core_->cache->Stats().records) {
     if (!record.stale) there.insert(record.key);
   }
-  ASSIGN_OR_RETURN(std::vector<LockHandle> handles,
-                   core_->cache->LockAll(requests, {.owner = kOwner, .deadline = deadline}));
-  std::vector<Pin> pins;
-  for (LockHandle& handle : handles) {
-    loaded.keys.push_back(handle.key());
-    loaded.bytes += handle.resource()->bytes();
-    loaded.loaded_records += there.count(handle.key()) == 0 ? 1 : 0;
-    Pin fresh;
-    if (copies) {
-      ASSIGN_OR_RETURN(
-          fresh.residency,
-          core_->cache->LockOnDevice(handle, *device,
-                                     {.owner = kOwner, .mode = ResidencyMode::kFull, .deadline = deadline}));
-    }
-    fresh.handle = std::move(handle);
+  auto locked = Lock(requests, copies ? device : nullptr);
+  if (stop_.stop_requested()) return core_->CheckAccepting();
+  RETURN_IF_ERROR(locked.status());
+  std::vector<Pin> pins = *std::move(locked);
+  for (Pin& fresh : pins) {
+    loaded.keys.push_back(fresh.handle.key());
+    loaded.bytes += fresh.handle.resource()->bytes();
+    loaded.loaded_records += there.count(fresh.handle.key()) == 0 ? 1 : 0;
     fresh.on = device_name;
-    pins.push_back(std::move(fresh));
   }
   if (!pin) return loaded;
   MutexLock lock(&mu_);
+  if (stop_.stop_requested()) return core_->CheckAccepting();
   std::vector<Pin>& held = pins_[name];
   for (Pin& fresh : pins) {
     // Once is enough for each record and device; what is pinned already stays so.
@@ -106,6 +98,35 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
     if (!there) held.push_back(std::move(fresh));
   }
   return loaded;
+}
+
+absl::StatusOr<std::vector<PinBoard::Pin>> PinBoard::Lock(const std::vector<LockRequest>& requests,
+                                                          Device* copy_to) {
+  const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
+  ASSIGN_OR_RETURN(
+      std::vector<LockHandle> handles,
+      core_->cache->LockAll(requests, {.owner = kOwner, .deadline = deadline, .stop = stop_.get_token()}));
+  std::vector<Pin> pins;
+  for (LockHandle& handle : handles) {
+    Pin fresh;
+    if (copy_to != nullptr) {
+      ASSIGN_OR_RETURN(fresh.residency, core_->cache->LockOnDevice(handle, *copy_to,
+                                                                   {.owner = kOwner,
+                                                                    .mode = ResidencyMode::kFull,
+                                                                    .deadline = deadline,
+                                                                    .stop = stop_.get_token()}));
+    }
+    fresh.handle = std::move(handle);
+    pins.push_back(std::move(fresh));
+  }
+  return pins;
+}
+
+void PinBoard::Close() {
+  stop_.request_stop();
+  std::map<std::string, std::vector<Pin>> gone;
+  MutexLock lock(&mu_);
+  gone.swap(pins_);
 }
 
 absl::StatusOr<DropResult> PinBoard::Unload(const std::string& name) {

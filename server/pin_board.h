@@ -5,6 +5,7 @@
 #define LATENTD_SERVER_PIN_BOARD_H_
 
 #include <map>
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -29,12 +30,15 @@ class PinBoard {
   // `components` empty: all. `device` empty: host memory alone. With `pin`, held until Unload, besides what
   // is pinned already. All or nothing.
   // Errors: NOT_FOUND MODEL_NOT_FOUND for what is neither a model nor a LoRA; INVALID_ARGUMENT INVALID_FIELD;
-  // those of ModelCache.
+  // those of ModelCache; UNAVAILABLE SERVER_DRAINING after Close().
   absl::StatusOr<Loaded> Load(const std::string& name, const std::vector<std::string>& components,
                               const std::string& device, bool pin);
 
   // Takes the pin off and evicts what nobody holds. Errors: NOT_FOUND MODEL_NOT_FOUND.
   absl::StatusOr<DropResult> Unload(const std::string& name);
+
+  // For the end of the server: loads that are under way are cancelled, and nothing is pinned any more.
+  void Close();
 
   // Ids under which the cache has records of a model or LoRA of that name, of all generations of its files.
   // Errors: NOT_FOUND MODEL_NOT_FOUND when there is neither a record nor a file.
@@ -47,8 +51,11 @@ class PinBoard {
     std::string on;  // the device that was asked for
   };
 
+  absl::StatusOr<std::vector<Pin>> Lock(const std::vector<LockRequest>& requests, Device* copy_to);
+
   ServerCore* const core_;
   Mutex mu_;
+  std::stop_source stop_;
   std::map<std::string, std::vector<Pin>> pins_ ABSL_GUARDED_BY(mu_);
 };
 

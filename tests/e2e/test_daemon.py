@@ -11,7 +11,7 @@ import time
 import grpc
 import pytest
 
-from conftest import BIN, BUILD, DEMO, LORAS, MODEL, ROOT, Daemon, reason_of, server_pb2
+from conftest import BIN, BUILD, DEMO, LORAS, MODEL, ROOT, Daemon, cache_pb2, reason_of, server_pb2
 
 GRPCURL = None
 
@@ -45,6 +45,14 @@ def test_sigterm_cancels_what_is_not_done_in_time(start):
     session.until("step")
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.process.wait(timeout=30) == 0
+
+
+def test_what_is_pinned_does_not_hold_up_the_end(start):
+    daemon = start("--devices", "sim:0=64MiB")
+    for name in (MODEL, LORAS[0]):
+        daemon.cache.LoadModel(cache_pb2.LoadModelRequest(name=name, device="sim:0", pin=True))
+    assert daemon.stop() == 0
+    assert "still held" not in daemon.log.read_text()
 
 
 def test_check_and_print_config():
