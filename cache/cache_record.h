@@ -2,6 +2,7 @@
 #ifndef LATENTD_CACHE_CACHE_RECORD_H_
 #define LATENTD_CACHE_CACHE_RECORD_H_
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -45,21 +46,45 @@ struct Accounted {
 // Who holds something, one entry per lock. Short, so that looking through it is the fastest way.
 class Holders {
  public:
-  bool empty() const { return owners_.empty(); }
-  size_t size() const { return owners_.size(); }
-  void Add(const std::string& owner) { owners_.push_back(owner); }
-  void Remove(const std::string& owner) {
-    for (std::string& o : owners_) {
-      if (o != owner) continue;
-      o.swap(owners_.back());
-      owners_.pop_back();
-      return;
+  struct Holder {
+    std::string owner;
+    bool lasting = false;  // LockOptions::lasting
+  };
+
+  bool empty() const { return holders_.empty(); }
+  size_t size() const { return holders_.size(); }
+  void Add(const std::string& owner, bool lasting) { holders_.push_back({owner, lasting}); }
+  // What was lasting may have become another since: ModelCache::WillEnd.
+  void Remove(const std::string& owner, bool lasting) {
+    auto last = holders_.end();
+    for (auto it = holders_.begin(); it != holders_.end(); ++it) {
+      if (it->owner != owner) continue;
+      last = it;
+      if (it->lasting == lasting) break;
     }
+    if (last == holders_.end()) return;
+    std::swap(*last, holders_.back());
+    holders_.pop_back();
   }
-  const std::vector<std::string>& owners() const { return owners_; }
+  void WillEnd(const std::string& owner) {
+    for (Holder& holder : holders_) holder.lasting &= holder.owner != owner;
+  }
+  bool lasting() const {
+    return std::any_of(holders_.begin(), holders_.end(), [](const Holder& h) { return h.lasting; });
+  }
+  const std::vector<Holder>& all() const { return holders_; }
+
+  // One for each lock, sorted.
+  std::vector<std::string> Owners() const {
+    std::vector<std::string> owners;
+    owners.reserve(holders_.size());
+    for (const Holder& holder : holders_) owners.push_back(holder.owner);
+    std::sort(owners.begin(), owners.end());
+    return owners;
+  }
 
  private:
-  std::vector<std::string> owners_;
+  std::vector<Holder> holders_;
 };
 
 // Those who wait for somebody's work. Guarded by the cache's mutex.
@@ -84,7 +109,8 @@ struct Residency {
   int64_t bytes = 0;
   std::vector<bool> resident;  // by block
   Holders holders;
-  bool moving_in = false;  // somebody works on it; whoever else wants it waits
+  bool moving_in = false;       // somebody works on it; whoever else wants it waits
+  bool waits_for_room = false;  // and that somebody waits for memory
   Waiting waiting;
 };
 

@@ -41,7 +41,7 @@ class LockHandle {
     return static_cast<const T&>(*resource());
   }
 
-  // A second lock on the same record, for the same or another owner. REQUIRES: not empty.
+  // A second lock on the same record, for the same or another owner; not a lasting one. REQUIRES: not empty.
   LockHandle Share(std::string owner = "") const;
 
   void Release();
@@ -49,12 +49,18 @@ class LockHandle {
  private:
   friend class ModelCache;
   friend class DeviceLock;
-  LockHandle(ModelCache* cache, std::shared_ptr<CacheRecord> record, std::string owner, bool counts)
-      : cache_(cache), record_(std::move(record)), owner_(std::move(owner)), counts_(counts) {}
+  LockHandle(ModelCache* cache, std::shared_ptr<CacheRecord> record, std::string owner, bool lasting,
+             bool counts)
+      : cache_(cache),
+        record_(std::move(record)),
+        owner_(std::move(owner)),
+        lasting_(lasting),
+        counts_(counts) {}
 
   ModelCache* cache_ = nullptr;
   std::shared_ptr<CacheRecord> record_;
   std::string owner_;
+  bool lasting_ = false;
   bool counts_ = true;  // as a use of the record
 };
 
@@ -90,6 +96,7 @@ class DeviceLock {
  private:
   friend class ModelCache;
   LockHandle handle_;
+  bool lasting_ = false;
   Device* device_ = nullptr;
   std::shared_ptr<const Resource> resource_;
   ResidencyPlan plan_;

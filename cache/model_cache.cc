@@ -33,6 +33,7 @@ absl::string_view EvictReasonName(EvictReason reason) {
 struct ModelCache::Loading {
   struct Waiter {
     const std::string& owner;
+    bool lasting = false;
     LockHandle handle = {};
   };
 
@@ -95,6 +96,7 @@ LockHandle& LockHandle::operator=(LockHandle&& other) noexcept {
     cache_ = std::exchange(other.cache_, nullptr);
     record_ = std::move(other.record_);
     owner_ = std::move(other.owner_);
+    lasting_ = other.lasting_;
     counts_ = other.counts_;
     other.record_ = nullptr;
   }
@@ -112,7 +114,7 @@ LockHandle LockHandle::Share(std::string owner) const {
 
 void LockHandle::Release() {
   if (record_ == nullptr) return;
-  cache_->Unlock(std::move(record_), owner_, counts_);
+  cache_->Unlock(std::move(record_), owner_, lasting_, counts_);
   record_ = nullptr;
   cache_ = nullptr;
 }
@@ -142,17 +144,17 @@ void ModelCache::Index(const RecordPtr& record) {
   index_.emplace(record->key, record);
 }
 
-LockHandle ModelCache::AddLock(const RecordPtr& record, const std::string& owner) {
-  record->holders.Add(owner);
+LockHandle ModelCache::AddLock(const RecordPtr& record, const std::string& owner, bool lasting) {
+  record->holders.Add(owner, lasting);
   order_.Use(record->worth, record->cost());
-  return LockHandle(this, record, owner, /*counts=*/true);
+  return LockHandle(this, record, owner, lasting, /*counts=*/true);
 }
 
-void ModelCache::Unlock(RecordPtr record, const std::string& owner, bool counts) {
+void ModelCache::Unlock(RecordPtr record, const std::string& owner, bool lasting, bool counts) {
   bool free = false;
   {
     MutexLock lock(&mu_);
-    record->holders.Remove(owner);
+    record->holders.Remove(owner, lasting);
     if (counts) {  // it was in use until now
       record->last_used = clock_();
       order_.Use(record->worth, record->cost());
@@ -257,9 +259,20 @@ Reclaimer::Held ModelCache::HeldBytes() const {
   ForEachRecord([&](const RecordPtr& record, bool) {
     if (record->holders.empty()) return;
     held.bytes += record->bytes;
-    held.owners.insert(record->holders.owners().begin(), record->holders.owners().end());
+    for (const Holders::Holder& holder : record->holders.all()) held.owners.insert(holder.owner);
   });
   return held;
+}
+
+void ModelCache::WillEnd(const std::string& owner) {
+  {
+    MutexLock lock(&mu_);
+    ForEachRecord([&](const RecordPtr& record, bool) {
+      record->holders.WillEnd(owner);
+      for (auto& [device, there] : record->residency) there.holders.WillEnd(owner);
+    });
+  }
+  ram_->NotifyReclaimable();
 }
 
 std::vector<ModelCache::RecordPtr> ModelCache::Covered(const ModelKey& pattern) const {
@@ -318,8 +331,8 @@ LockHandle ModelCache::Peek(const ModelKey& key, const std::string& owner) {
   MutexLock lock(&mu_);
   auto it = index_.find(key);
   if (it == index_.end() || shutting_down_) return {};
-  it->second->holders.Add(owner);
-  return LockHandle(this, it->second, owner, /*counts=*/false);
+  it->second->holders.Add(owner, /*lasting=*/false);
+  return LockHandle(this, it->second, owner, /*lasting=*/false, /*counts=*/false);
 }
 
 absl::StatusOr<LockHandle> ModelCache::Insert(const ModelKey& key, const std::string& kind,
@@ -350,7 +363,7 @@ absl::StatusOr<LockHandle> ModelCache::Lock(const ModelKey& key, const Loader& l
     if (shutting_down_) return ShuttingDown();
     if (auto it = index_.find(key); it != index_.end()) {
       ++counters_.hits;
-      return AddLock(it->second, options.owner);
+      return AddLock(it->second, options.owner, options.lasting);
     }
   }
   return LockWith(key, loader, options, nullptr);
@@ -364,7 +377,7 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
   });
 
   std::shared_ptr<Loading> loading;
-  Loading::Waiter me{options.owner};
+  Loading::Waiter me{options.owner, options.lasting};
   std::optional<WaitRegistry::Entry> entry;  // ends after the mutex is let go
   bool mine = false;
   {
@@ -372,7 +385,7 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
     if (shutting_down_) return ShuttingDown();
     if (auto it = index_.find(key); it != index_.end()) {
       ++counters_.hits;
-      return AddLock(it->second, options.owner);
+      return AddLock(it->second, options.owner, options.lasting);
     }
     auto [it, inserted] = loading_.try_emplace(key);
     if (inserted) {
@@ -508,8 +521,9 @@ absl::StatusOr<LockHandle> ModelCache::Load(const ModelKey& key, const Loader& l
   } else {
     Index(*record);
   }
-  for (Loading::Waiter* waiter : loading->waiters) waiter->handle = AddLock(*record, waiter->owner);
-  return AddLock(*record, options.owner);
+  for (Loading::Waiter* waiter : loading->waiters)
+    waiter->handle = AddLock(*record, waiter->owner, waiter->lasting);
+  return AddLock(*record, options.owner, options.lasting);
 }
 
 absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const LockRequest> requests,
@@ -525,7 +539,7 @@ absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const Loc
       auto it = index_.find(requests[i].key);
       if (it != index_.end()) {
         ++counters_.hits;
-        handles[i] = AddLock(it->second, options.owner);
+        handles[i] = AddLock(it->second, options.owner, options.lasting);
       } else {
         missing.push_back(i);
         missing_bytes += requests[i].loader.estimated_bytes;
@@ -560,8 +574,7 @@ RecordStats ModelCache::Describe(const CacheRecord& record, bool stale) const {
   r.use = record.use;
   r.bytes = record.bytes;
   r.lock_count = static_cast<int64_t>(record.holders.size());
-  r.holders = record.holders.owners();
-  std::sort(r.holders.begin(), r.holders.end());
+  r.holders = record.holders.Owners();
   r.stale = stale;
   r.load_seconds = record.load_seconds;
   r.last_used = record.holders.empty() ? record.last_used : clock_();

@@ -90,6 +90,9 @@ struct LockOptions {
   absl::Time deadline = absl::InfiniteFuture();
   std::stop_token stop = {};
   std::function<void(int64_t done, int64_t total)> progress = {};  // called while loading; may be empty
+  // The lock is kept until somebody from outside says otherwise: a pin, the LoRAs of a session. Who waits for
+  // memory cannot count on it. Locks of running work are not: they go at its end.
+  bool lasting = false;
 };
 
 struct LockRequest {
@@ -111,6 +114,10 @@ struct DeviceLockOptions {
   std::vector<bool> blocks = {};  // when not empty: these (and what stays) instead of `mode`, and no ring
   absl::Time deadline = absl::InfiniteFuture();
   std::stop_token stop = {};
+  // Without, what cannot be had at once is refused with BUDGET_EXHAUSTED: for callers that have another way.
+  // Copies are still waited for; somebody else's wait for memory is not.
+  bool may_wait = true;
+  bool lasting = false;  // of what is held on the device, as in LockOptions
 };
 
 class ModelCache : public Reclaimer {
@@ -149,6 +156,9 @@ class ModelCache : public Reclaimer {
   // device's budget and of Device; UNAVAILABLE SHUTTING_DOWN.
   absl::StatusOr<DeviceLock> LockOnDevice(const LockHandle& handle, Device& device,
                                           const DeviceLockOptions& options);
+
+  // `owner` comes to its end by itself: its locks are not lasting any more.
+  void WillEnd(const std::string& owner);
 
   // Removes what `pattern` covers (ModelKey::Covers), and what was made from it: unlocked records now, locked
   // ones when their last handle goes.
@@ -200,8 +210,9 @@ class ModelCache : public Reclaimer {
   RecordPtr NewRecord(const ModelKey& key, const std::string& kind, MemoryUse use,
                       std::shared_ptr<const Resource> resource, Reservation memory, double seconds);
   void Index(const RecordPtr& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  LockHandle AddLock(const RecordPtr& record, const std::string& owner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Unlock(RecordPtr record, const std::string& owner, bool counts);
+  LockHandle AddLock(const RecordPtr& record, const std::string& owner, bool lasting = false)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Unlock(RecordPtr record, const std::string& owner, bool lasting, bool counts);
 
   // What `pattern` covers, and what was made from it.
   std::vector<RecordPtr> Covered(const ModelKey& pattern) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -222,7 +233,10 @@ class ModelCache : public Reclaimer {
   absl::Status TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options);
   absl::Status MoveIn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
                       DeviceLock& lock);
-  void UnlockDevice(const RecordPtr& record, Device* device, const std::string& owner);
+  // Reserve, or TryReserve for a caller who may not wait; others who come for the record meanwhile are told.
+  absl::StatusOr<Reservation> PromiseOnDevice(const RecordPtr& record, Device& device, bool may_wait,
+                                              const MemoryBudget::Request& request);
+  void UnlockDevice(const RecordPtr& record, Device* device, const std::string& owner, bool lasting);
   int64_t ReclaimDevice(Device* device, int64_t bytes);
   Held HeldOnDevice(Device* device) const;
 

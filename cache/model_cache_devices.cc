@@ -58,6 +58,7 @@ DeviceLock& DeviceLock::operator=(DeviceLock&& other) noexcept {
   if (this != &other) {
     Release();
     handle_ = std::move(other.handle_);
+    lasting_ = other.lasting_;
     device_ = std::exchange(other.device_, nullptr);
     resource_ = std::move(other.resource_);
     plan_ = std::move(other.plan_);
@@ -72,7 +73,8 @@ void DeviceLock::Release() {
   working_.Release();
   ring_.Release();
   resource_ = nullptr;
-  if (!device_->uses_host_memory()) handle_.cache_->UnlockDevice(handle_.record_, device_, handle_.owner_);
+  if (!device_->uses_host_memory())
+    handle_.cache_->UnlockDevice(handle_.record_, device_, handle_.owner_, lasting_);
   device_ = nullptr;
   handle_.Release();
 }
@@ -90,8 +92,14 @@ absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const
     Residency& there = record->residency[&device];
     if (!there.moving_in) {
       there.moving_in = true;
-      there.holders.Add(options.owner);  // what is there stays there, for now
+      there.holders.Add(options.owner, options.lasting);  // what is there stays there, for now
       return absl::OkStatus();
+    }
+    if (there.waits_for_room && !options.may_wait) {
+      return MakeError(
+          absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED",
+          absl::StrCat("somebody else waits for room for ", record->key.ToString(), " on ", device.name()),
+          {{"budget", device.budget().name()}, {"what", record->key.ToString()}});
     }
     if (!entry) {
       entry.emplace(ram_->waits(), options.owner,
@@ -114,6 +122,20 @@ absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const
   }
 }
 
+absl::StatusOr<Reservation> ModelCache::PromiseOnDevice(const RecordPtr& record, Device& device,
+                                                        bool may_wait, const MemoryBudget::Request& request) {
+  if (!may_wait) return device.budget().TryReserve(request);
+  auto waits = [&](bool now) {
+    MutexLock lock(&mu_);
+    record->residency[&device].waits_for_room = now;
+    changed_.SignalAll();
+  };
+  waits(true);
+  auto promised = device.budget().Reserve(request);
+  waits(false);
+  return promised;
+}
+
 absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
                                 DeviceLock& lock) {
   MemoryBudget& budget = device.budget();
@@ -124,6 +146,9 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
                                  .what = what,
                                  .deadline = options.deadline,
                                  .stop = options.stop};
+  };
+  auto reserve = [&](const MemoryBudget::Request& wanted) {
+    return PromiseOnDevice(record, device, options.may_wait, wanted);
   };
   const std::string what = absl::StrCat(record->kind, " ", record->key.ToString());
   const std::vector<ResourceBlock> blocks = record->resource->device_blocks();
@@ -138,11 +163,11 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
       // This record's own copy may be in the way; it can come again, whole or in part.
       {
         MutexLock unpinned(&mu_);
-        record->residency[&device].holders.Remove(options.owner);
+        record->residency[&device].holders.Remove(options.owner, options.lasting);
       }
-      promised = budget.Reserve(working);
+      promised = reserve(working);
       MutexLock pinned(&mu_);
-      record->residency[&device].holders.Add(options.owner);
+      record->residency[&device].holders.Add(options.owner, options.lasting);
     }
     if (!promised.ok()) return promised.status();
     lock.working_ = std::move(*promised);
@@ -202,13 +227,13 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
       if (plan.resident[i]) plan.resident_bytes += blocks[i].bytes;
     }
     ASSIGN_OR_RETURN(Reservation promised,
-                     budget.Reserve(request(plan.resident_bytes - have_bytes, record->use, what)));
+                     reserve(request(plan.resident_bytes - have_bytes, record->use, what)));
     take(std::move(promised));
     done = true;
   } else if (options.mode != ResidencyMode::kStream || !smallest.streams()) {
     auto promised = budget.TryReserve(request(full - have_bytes, record->use, what));
     if (!promised.ok() && (options.mode == ResidencyMode::kFull || !smallest.streams())) {
-      promised = budget.Reserve(request(full - have_bytes, record->use, what));
+      promised = reserve(request(full - have_bytes, record->use, what));
       if (!promised.ok()) return promised.status();
     }
     if (promised.ok()) {
@@ -225,7 +250,7 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
     auto promised = budget.TryReserve(wanted);
     // The copy may be what the ring has no room beside.
     if (promised.ok() || !let_go_of_what_is_there()) {
-      if (!promised.ok()) promised = budget.Reserve(wanted);
+      if (!promised.ok()) promised = reserve(wanted);
       if (!promised.ok()) return promised.status();
       take(std::move(*promised));
       done = true;
@@ -236,7 +261,7 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
     const bool last = tries == kTries || options.mode == ResidencyMode::kStream;
     plan = last ? smallest : PlanResidency(blocks, budget.ObtainableBytes(), options.ring_slots);
     const auto wanted = request(plan.bytes(), record->use, what);
-    auto promised = last ? budget.Reserve(wanted) : budget.TryReserve(wanted);
+    auto promised = last ? reserve(wanted) : budget.TryReserve(wanted);
     if (last && !promised.ok()) return promised.status();
     if (!promised.ok()) continue;
     take(std::move(*promised));
@@ -282,13 +307,14 @@ absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, De
 
   if (device.uses_host_memory()) {
     if (options.working_bytes > 0) {
-      ASSIGN_OR_RETURN(result.working_,
-                       device.budget().Reserve({.bytes = options.working_bytes,
-                                                .use = MemoryUse::kWorking,
-                                                .owner = options.owner,
-                                                .what = absl::StrCat("working memory of ", record->kind),
-                                                .deadline = options.deadline,
-                                                .stop = options.stop}));
+      const MemoryBudget::Request wanted = {.bytes = options.working_bytes,
+                                            .use = MemoryUse::kWorking,
+                                            .owner = options.owner,
+                                            .what = absl::StrCat("working memory of ", record->kind),
+                                            .deadline = options.deadline,
+                                            .stop = options.stop};
+      ASSIGN_OR_RETURN(result.working_, options.may_wait ? device.budget().Reserve(wanted)
+                                                         : device.budget().TryReserve(wanted));
     }
     result.plan_ =
         PlanResidency(record->resource->device_blocks(), MemoryBudget::kUnlimited, options.ring_slots);
@@ -306,7 +332,7 @@ absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, De
     there.waiting.Over();
     changed_.SignalAll();
     if (!status.ok()) {
-      there.holders.Remove(options.owner);
+      there.holders.Remove(options.owner, options.lasting);
       if (there.copy == nullptr && there.holders.empty()) record->residency.erase(&device);
     }
   }
@@ -317,13 +343,15 @@ absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, De
     return status;
   }
   result.device_ = &device;
+  result.lasting_ = options.lasting;
   return result;
 }
 
-void ModelCache::UnlockDevice(const RecordPtr& record, Device* device, const std::string& owner) {
+void ModelCache::UnlockDevice(const RecordPtr& record, Device* device, const std::string& owner,
+                              bool lasting) {
   {
     MutexLock lock(&mu_);
-    record->residency[device].holders.Remove(owner);
+    record->residency[device].holders.Remove(owner, lasting);
   }
   device->budget().NotifyReclaimable();
 }
@@ -371,7 +399,7 @@ Reclaimer::Held ModelCache::HeldOnDevice(Device* device) const {
     auto it = record->residency.find(device);
     if (it == record->residency.end() || it->second.holders.empty() || it->second.copy == nullptr) return;
     held.bytes += it->second.bytes;
-    held.owners.insert(it->second.holders.owners().begin(), it->second.holders.owners().end());
+    for (const Holders::Holder& holder : it->second.holders.all()) held.owners.insert(holder.owner);
   });
   return held;
 }

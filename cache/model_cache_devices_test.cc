@@ -391,6 +391,36 @@ TEST_F(DevicesTest, ACopyThatIsThereIsUsedAtOnceWhoeverElseWaitsForRoom) {
 // ------------------------------------------------------------------------------------------------ faults
 
 // Breaks the move to a device at every place where it can break, and looks at what is left behind.
+TEST_F(DevicesTest, WhoMayNotWaitIsRefusedAtOnceAndTakesWhatIsThere) {
+  for (bool may_wait : {true, false}) {
+    LockHandle a = MustLock("a", Streamable());
+    Reservation occupied = Occupy(sim0, 40);
+    const DeviceLockOptions all = {.owner = "me",
+                                   .working_bytes = 1,
+                                   .mode = ResidencyMode::kFull,
+                                   .deadline = absl::Now() + absl::Milliseconds(may_wait ? 1 : 3600'000),
+                                   .may_wait = may_wait};
+    const int64_t waits = sim0.budget().stats().waits;
+    EXPECT_EQ(ErrorReason(cache.LockOnDevice(a, sim0, all).status()), "BUDGET_EXHAUSTED");
+    EXPECT_EQ(sim0.budget().stats().waits - waits, may_wait ? 1 : 0);
+    DeviceLock part = MustLockOn(sim0, a, {.owner = "me", .may_wait = may_wait});
+    EXPECT_TRUE(part.plan().streams());
+    part.Release();
+    // Of the host, too.
+    Reservation ram_taken =
+        *ram.TryReserve({.bytes = ram.ObtainableBytes(), .owner = "occupant", .what = "occupied"});
+    CpuDevice cpu(&ram);
+    EXPECT_EQ(
+        ErrorReason(
+            cache
+                .LockOnDevice(
+                    a, cpu,
+                    {.owner = "me", .working_bytes = kUnit, .deadline = all.deadline, .may_wait = may_wait})
+                .status()),
+        "BUDGET_EXHAUSTED");
+  }
+}
+
 TEST_F(DevicesTest, AMoveThatFailsLeavesEverythingAsItWas) {
   LockHandle a = MustLock("a", Streamable());
   for (bool part_is_there : {false, true}) {
@@ -552,6 +582,23 @@ TEST_F(TurnsTest, WhenAMoveFailsTheNextOneTries) {
   second.join();
   EXPECT_EQ(There("a").bytes, 20 * kUnit);
   ExpectBalanced();
+}
+
+TEST_F(TurnsTest, WhoMayNotWaitWaitsForACopyAndNotForSomebodyElsesWait) {
+  LockHandle a = MustLock("a", CopiedWhenTold(20));
+  std::optional<Reservation> occupied = Occupy(sim0, 70);
+  std::thread first([&] { MustLockOn(sim0, a, {.owner = "first"}); });
+  WaitUntil([&] { return Waits("first"); });
+  EXPECT_EQ(ErrorReason(cache.LockOnDevice(a, sim0, {.owner = "second", .may_wait = false}).status()),
+            "BUDGET_EXHAUSTED");
+  occupied.reset();
+  WaitUntil([&] { return copying == 1; });
+  std::thread second([&] { MustLockOn(sim0, a, {.owner = "second", .may_wait = false}); });
+  WaitUntil([&] { return Waits("second"); });
+  allowed = 1;
+  first.join();
+  second.join();
+  EXPECT_EQ(copying, 1);
 }
 
 TEST_F(TurnsTest, ACancelEndsAWaitForATurn) {
