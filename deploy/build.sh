@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Configures and builds a preset: deploy/build.sh PRESET [TARGET…]. Used by demo.sh and tests/run.sh.
+# Says how far it is: on a terminal in one line that moves, else in a line every ten seconds.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 preset="$1"; shift
@@ -10,4 +11,9 @@ if [ ! -f "build/$preset/build.ninja" ]; then
   rm -f "$log"
 fi
 targets=(); for t in "$@"; do targets+=(--target "$t"); done
-cmake --build --preset "$preset" "${targets[@]}" -- --quiet
+export NINJA_STATUS="build $preset: %f of %t, %es; "
+if [ -t 1 ]; then
+  cmake --build --preset "$preset" "${targets[@]}"
+else
+  cmake --build --preset "$preset" "${targets[@]}" 2>&1 | deploy/progress.sh 10
+fi

@@ -19,7 +19,16 @@ constexpr double kMaxShift = 100;
 
 constexpr char kPooled[] = "pooled", kT5[] = "t5", kNegativePooled[] = "neg.pooled", kNegativeT5[] = "neg.t5";
 
-bool UsesNegative(const GenerateParams& params) { return *params.true_cfg_scale > 1; }
+// As in diffusers: without a negative prompt, be it an empty one, nothing is guided.
+bool UsesNegative(const GenerateParams& params) {
+  return *params.true_cfg_scale > 1 && params.negative_prompt.has_value();
+}
+
+// What an encoder reads: CLIP the prompt, T5 the second one where there is one; an empty second one is none.
+const std::string& TextFor(const std::string& component, const std::string& first,
+                           const std::optional<std::string>& second) {
+  return component == "text_encoder_2" && second && !second->empty() ? *second : first;
+}
 
 // --------------------------------------------------------------------------------------------- denoising
 
@@ -129,9 +138,15 @@ class FluxDenoiser : public Denoiser {
 
 absl::Status FluxPipeline::Validate(GenerateParams& params) const {
   const ModelDefaults& defaults = parts_.defaults;
-  RETURN_IF_ERROR(CheckKnownFields(params, {"params.control_image"}, "FLUX.1"));
+  RETURN_IF_ERROR(CheckKnownFields(
+      params, {"params.control_image", "params.prompt_2", "params.negative_prompt_2"}, "FLUX.1"));
   RETURN_IF_ERROR(CheckPrompt("params.prompt", params.prompt));
-  if (params.negative_prompt) RETURN_IF_ERROR(CheckPrompt("params.negative_prompt", *params.negative_prompt));
+  for (const auto& [field, text] : {std::pair<const char*, const std::optional<std::string>&>{
+                                        "params.negative_prompt", params.negative_prompt},
+                                    {"params.prompt_2", params.prompt_2},
+                                    {"params.negative_prompt_2", params.negative_prompt_2}}) {
+    if (text) RETURN_IF_ERROR(CheckPrompt(field, *text));
+  }
 
   if (!params.width) params.width = defaults.width;
   if (!params.height) params.height = defaults.height;
@@ -142,7 +157,6 @@ absl::Status FluxPipeline::Validate(GenerateParams& params) const {
   RETURN_IF_ERROR(CheckRange("params.guidance", *params.guidance, 0, kMaxGuidance));
   if (!params.true_cfg_scale) params.true_cfg_scale = defaults.true_cfg_scale;
   RETURN_IF_ERROR(CheckRange("params.true_cfg_scale", *params.true_cfg_scale, 1, kMaxGuidance));
-  if (UsesNegative(params) && !params.negative_prompt) params.negative_prompt = "";
   if (!params.sampler) params.sampler = defaults.sampler;
   if (*params.sampler != "euler") {
     return FieldError("params.sampler",
@@ -221,16 +235,22 @@ absl::Status FluxPipeline::Encode(const std::string& component, const WeightView
   if (component != "text_encoder" && component != "text_encoder_2") {
     return absl::InvalidArgumentError(absl::StrCat(component, " encodes no text"));
   }
-  encode(params.prompt, kPooled, kT5);
-  if (UsesNegative(params)) encode(*params.negative_prompt, kNegativePooled, kNegativeT5);
+  encode(TextFor(component, params.prompt, params.prompt_2), kPooled, kT5);
+  if (UsesNegative(params)) {
+    encode(TextFor(component, *params.negative_prompt, params.negative_prompt_2), kNegativePooled,
+           kNegativeT5);
+  }
   return absl::OkStatus();
 }
 
 std::string FluxPipeline::EncodeKey(const std::string& component, const GenerateParams& params) const {
   // Lengths stand before texts, so that no two pairs of texts read alike.
-  std::string key = absl::StrCat(params.prompt.size(), ":", params.prompt);
-  if (UsesNegative(params))
-    absl::StrAppend(&key, "|", params.negative_prompt->size(), ":", *params.negative_prompt);
+  const std::string& wanted = TextFor(component, params.prompt, params.prompt_2);
+  std::string key = absl::StrCat(wanted.size(), ":", wanted);
+  if (UsesNegative(params)) {
+    const std::string& unwanted = TextFor(component, *params.negative_prompt, params.negative_prompt_2);
+    absl::StrAppend(&key, "|", unwanted.size(), ":", unwanted);
+  }
   if (component == "text_encoder_2") absl::StrAppend(&key, "|", *params.max_sequence_length);
   return key;
 }

@@ -264,7 +264,9 @@ SdText SdPipeline::TextOf(const SdEncoder& encoder, const GenerateParams& params
   SdText text;
   text.text = negative ? params.negative_prompt.value_or("") : params.prompt;
   text.field = negative ? "params.negative_prompt" : "params.prompt";
-  if (const auto& own = negative ? params.negative_prompt_2 : params.prompt_2; second && own) {
+  // An empty second prompt is none, as in diffusers.
+  const auto& own = negative ? params.negative_prompt_2 : params.prompt_2;
+  if (second && own && !own->empty()) {
     text.text = *own;
     text.field = negative ? "params.negative_prompt_2" : "params.prompt_2";
   }
@@ -284,7 +286,12 @@ absl::StatusOr<PromptSchedule> SdPipeline::ScheduleOf(const SdText& text, const 
                                                       bool negative) const {
   if (text.syntax != PromptSyntax::kA1111) return UnchangingPrompt(text.text);
   ASSIGN_OR_RETURN(const std::unique_ptr<Sampler> sampler, NewSampler(params, nullptr));
-  return ScheduleA1111Prompt(text.text, sampler->step_count(), /*joins=*/!negative, text.field);
+  const std::vector<SamplerInfo>& all = AllSamplers();
+  const bool twice = std::any_of(all.begin(), all.end(), [&](const SamplerInfo& info) {
+    return info.name == *params.sampler && info.second_order;
+  });
+  return ScheduleA1111Prompt(text.text, {*params.steps, sampler->step_count(), twice ? 2 : 1},
+                             /*joins=*/!negative, text.field);
 }
 
 std::vector<SdText> SdPipeline::TextsOf(const SdEncoder& encoder, const GenerateParams& params,

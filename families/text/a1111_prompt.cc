@@ -1,4 +1,7 @@
 // Weights by brackets. Scanned from left to right; a closing bracket weighs all since its opening one.
+//
+// As in the program, BREAK is a piece of the list that is weighed like others: with a weight of its own, in
+// brackets that weigh, it breaks nothing and is a word.
 #include <algorithm>
 #include <cctype>
 #include <utility>
@@ -8,14 +11,14 @@
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "families/text/prompt.h"
+#include "families/text/unicode.h"
 
 namespace latentd {
 namespace {
 
 constexpr double kStep = 1.1;
-
-bool IsSpace(char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; }
-bool IsWord(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_'; }
+constexpr absl::string_view kBreak = "BREAK";
+constexpr double kBreakWeight = -1;
 
 class Scanner {
  public:
@@ -32,7 +35,7 @@ class Scanner {
           return FieldError(field_, absl::StrCat("nests brackets deeper than ", kMaxPromptNesting));
         }
         Flush();
-        open.push_back(fragments_.size());
+        open.push_back(pieces_.size());
         ++at_;
       } else if (c == ')' && !round_.empty()) {
         Close(round_, kStep);
@@ -46,23 +49,30 @@ class Scanner {
     Flush();
     for (const size_t begin : round_) Multiply(begin, kStep);
     for (const size_t begin : square_) Multiply(begin, 1 / kStep);
-    return SinglePrompt(Fused());
+    return SinglePrompt(Fragments());
   }
 
  private:
+  struct Piece {
+    std::string text;
+    double weight = 1;
+
+    bool breaks() const { return text == kBreak && weight == kBreakWeight; }
+  };
+
+  // A backslash before what it does not escape goes.
   void Escape() {
     static constexpr absl::string_view kEscaped = "()[]\\";
-    if (at_ + 1 < text_.size() && kEscaped.find(text_[at_ + 1]) != absl::string_view::npos) ++at_;
-    pending_ += text_[at_++];
+    ++at_;
+    if (at_ < text_.size() && kEscaped.find(text_[at_]) != absl::string_view::npos) pending_ += text_[at_++];
   }
 
   void Flush() {
-    if (pending_.empty() && !break_pending_) return;
-    fragments_.push_back({std::exchange(pending_, ""), 1, std::exchange(break_pending_, false)});
+    if (!pending_.empty()) pieces_.push_back({std::exchange(pending_, ""), 1});
   }
 
   void Multiply(size_t begin, double factor) {
-    for (size_t i = begin; i < fragments_.size(); ++i) fragments_[i].weight *= factor;
+    for (size_t i = begin; i < pieces_.size(); ++i) pieces_[i].weight *= factor;
   }
 
   void Close(std::vector<size_t>& open, double factor) {
@@ -75,14 +85,13 @@ class Scanner {
   // ":1.3)", after which the scan goes on; false leaves the colon to the text.
   bool ExplicitWeight() {
     size_t begin = at_ + 1;
-    while (begin < text_.size() && IsSpace(text_[begin])) ++begin;
+    begin += LeadingWhitespace(text_.substr(begin));
     size_t end = begin;
     if (end < text_.size() && (text_[end] == '+' || text_[end] == '-')) ++end;
     while (end < text_.size() &&
            (std::isdigit(static_cast<unsigned char>(text_[end])) != 0 || text_[end] == '.'))
       ++end;
-    size_t close = end;
-    while (close < text_.size() && IsSpace(text_[close])) ++close;
+    const size_t close = end + LeadingWhitespace(text_.substr(end));
     double weight = 0;
     if (close == text_.size() || text_[close] != ')' ||
         !absl::SimpleAtod(text_.substr(begin, end - begin), &weight)) {
@@ -95,38 +104,48 @@ class Scanner {
 
   // The word BREAK, with the space around it.
   bool Break() {
-    static constexpr absl::string_view kWord = "BREAK";
-    if (text_.substr(at_, kWord.size()) != kWord || (at_ > 0 && IsWord(text_[at_ - 1])) ||
-        (at_ + kWord.size() < text_.size() && IsWord(text_[at_ + kWord.size()]))) {
+    if (text_.substr(at_, kBreak.size()) != kBreak || WordEndsBefore(text_, at_) ||
+        WordGoesOn(text_, at_ + kBreak.size())) {
       return false;
     }
-    while (!pending_.empty() && IsSpace(pending_.back())) pending_.pop_back();
+    pending_.resize(pending_.size() - TrailingWhitespace(pending_));
     Flush();
-    break_pending_ = true;
-    at_ += kWord.size();
-    while (at_ < text_.size() && IsSpace(text_[at_])) ++at_;
+    pieces_.push_back({std::string(kBreak), kBreakWeight});
+    at_ += kBreak.size();
+    at_ += LeadingWhitespace(text_.substr(at_));
     return true;
   }
 
-  // Neighbours of one weight are one text.
-  PromptText Fused() const {
-    PromptText fused;
-    for (const PromptFragment& fragment : fragments_) {
-      if (!fused.empty() && fused.back().weight == fragment.weight && !fragment.begins_window) {
-        fused.back().text += fragment.text;
+  // Neighbours of one weight are one text. A window begins behind each BREAK, but behind the last one only if
+  // something follows it.
+  PromptText Fragments() const {
+    std::vector<Piece> fused;
+    for (const Piece& piece : pieces_) {
+      if (!fused.empty() && fused.back().weight == piece.weight && !piece.breaks()) {
+        fused.back().text += piece.text;
       } else {
-        fused.push_back(fragment);
+        fused.push_back(piece);
       }
     }
-    return fused;
+    PromptText fragments;
+    bool begins_window = false;
+    for (size_t i = 0; i < fused.size(); ++i) {
+      if (!fused[i].breaks()) {
+        fragments.push_back({fused[i].text, fused[i].weight, std::exchange(begins_window, false)});
+        continue;
+      }
+      // Nothing stands before it, or since the last one: a window of nothing.
+      if (fragments.empty() || begins_window) fragments.push_back({"", 1, begins_window});
+      begins_window = true;
+    }
+    return fragments;
   }
 
   absl::string_view text_, field_;
   size_t at_ = 0;
   std::string pending_;
-  bool break_pending_ = false;
-  PromptText fragments_;
-  std::vector<size_t> round_, square_;  // the fragment after each open bracket
+  std::vector<Piece> pieces_;
+  std::vector<size_t> round_, square_;  // the piece after each open bracket
 };
 
 }  // namespace

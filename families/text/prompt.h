@@ -4,12 +4,14 @@
 //   kPlain   the text is the text
 //   kCompel  word++  word--  (a b)1.3  (a b)+  "a b"-  (a b).attend(1.3)   nested weights multiply
 //            ("a", "b").blend(0.7, 0.3[, no_normalize])   ("a", "b").and([1, 0.5])   \( \) \" are themselves
-//   kA1111   (x) 1.1   [x] 1/1.1   (x:1.3)   BREAK begins a window   \( \) \[ \] \\ are themselves;
-//            what changes from step to step, and AND, are taken apart before (prompt_schedule.h)
+//   kA1111   (x) 1.1   [x] 1/1.1   (x:1.3)   (x:-0.5)   BREAK begins a window   \( \) \[ \] \\ are
+//   themselves,
+//            any other backslash goes; what changes from step to step, and AND, are taken apart before
+//            (prompt_schedule.h)
 //
 // Each + is a factor of 1.1 and each − one of 0.9. What does not parse is text, as by those programs: "(:" is
-// a face. LoRA tags are text, too, and so are the marks that stand for textual inversions
-// (embedding_triggers.h).
+// a face. So are the marks that stand for textual inversions (embedding_triggers.h), and LoRA tags but in
+// A1111's syntax, where "<lora:x:0.8>" would be an order.
 //
 // Pure; any thread.
 #ifndef LATENTD_FAMILIES_TEXT_PROMPT_H_
@@ -59,9 +61,9 @@ struct ParsedPrompt {
 inline constexpr double kMaxPromptWeight = 100;
 inline constexpr int kMaxPromptNesting = 64;
 
-// Errors: INVALID_ARGUMENT INVALID_FIELD on `field`, for .swap() and LoRAs inside compel's prompts, counts of
-// weights that do not fit, text after a blend or conjunction, weights out of [0, kMaxPromptWeight] and
-// brackets deeper than kMaxPromptNesting.
+// Errors: INVALID_ARGUMENT INVALID_FIELD on `field`, for .swap() and LoRAs inside compel's prompts, LoRA tags
+// in A1111's, counts of weights that do not fit, text after a blend or conjunction, weights out of [0,
+// kMaxPromptWeight] (A1111: ±kMaxPromptWeight) and brackets deeper than kMaxPromptNesting.
 absl::StatusOr<ParsedPrompt> ParsePrompt(absl::string_view prompt, PromptSyntax syntax,
                                          absl::string_view field);
 

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "families/text/prompt.h"
+#include "families/text/unicode.h"
 
 namespace latentd {
 namespace {
@@ -209,7 +210,7 @@ int64_t LastBefore(const std::string& when, int64_t steps) {
   return static_cast<int64_t>(std::clamp(value, 0.0, static_cast<double>(steps)));
 }
 
-// `step` is counted from 1.
+// `step` is one of the table's `steps`, counted from 1.
 void TextAt(const Nodes& nodes, int64_t step, int64_t steps, std::string& out) {
   for (const Node& node : nodes) {
     switch (node.kind) {
@@ -225,8 +226,6 @@ void TextAt(const Nodes& nodes, int64_t step, int64_t steps, std::string& out) {
     }
   }
 }
-
-bool IsWord(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_'; }
 
 struct WeightedText {
   absl::string_view text;
@@ -251,7 +250,7 @@ std::vector<WeightedText> Parts(absl::string_view prompt) {
   size_t begin = 0;
   for (size_t at = prompt.find(kAnd); at != prompt.npos; at = prompt.find(kAnd, at + 1)) {
     const size_t end = at + kAnd.size();
-    if ((at > 0 && IsWord(prompt[at - 1])) || (end < prompt.size() && IsWord(prompt[end]))) continue;
+    if (WordEndsBefore(prompt, at) || WordGoesOn(prompt, end)) continue;
     parts.push_back(WithWeight(prompt.substr(begin, at - begin)));
     begin = end;
   }
@@ -270,15 +269,16 @@ PromptSchedule UnchangingPrompt(absl::string_view text) {
   return schedule;
 }
 
-absl::StatusOr<PromptSchedule> ScheduleA1111Prompt(absl::string_view prompt, int64_t steps, bool joins,
-                                                   absl::string_view field) {
+absl::StatusOr<PromptSchedule> ScheduleA1111Prompt(absl::string_view prompt, const ScheduledSteps& steps,
+                                                   bool joins, absl::string_view field) {
   const std::vector<WeightedText> parts = joins ? Parts(prompt) : std::vector<WeightedText>{{prompt, 1}};
   if (parts.size() > kMaxPromptParts) {
     return FieldError(field, absl::StrCat("joins ", parts.size(), " prompts with AND; at most ",
                                           kMaxPromptParts, " are taken"));
   }
   PromptSchedule schedule;
-  schedule.steps.resize(static_cast<size_t>(steps));
+  schedule.steps.resize(static_cast<size_t>(steps.run));
+  const int64_t table_steps = steps.asked * steps.evaluations;
   std::map<std::string, size_t> index;
   for (const WeightedText& part : parts) {
     if (std::abs(part.weight) > kMaxPromptWeight) {
@@ -291,16 +291,16 @@ absl::StatusOr<PromptSchedule> ScheduleA1111Prompt(absl::string_view prompt, int
     if (parser.too_deep()) {
       return FieldError(field, absl::StrCat("nests brackets deeper than ", kMaxPromptNesting));
     }
-    for (int64_t step = 1; step <= steps; ++step) {
+    for (int64_t step = 0; step < steps.run; ++step) {
       std::string text;
-      TextAt(nodes, step, steps, text);
+      TextAt(nodes, std::max<int64_t>(step * steps.evaluations, 1), table_steps, text);
       const auto [it, added] = index.try_emplace(std::move(text), schedule.texts.size());
       if (added) schedule.texts.push_back(it->first);
       if (schedule.texts.size() > kMaxScheduledTexts) {
         return FieldError(field, absl::StrCat("comes to more than ", kMaxScheduledTexts,
                                               " texts over its steps; use fewer alternatives"));
       }
-      schedule.steps[static_cast<size_t>(step - 1)].push_back({it->second, part.weight});
+      schedule.steps[static_cast<size_t>(step)].push_back({it->second, part.weight});
     }
   }
   return schedule;

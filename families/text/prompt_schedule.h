@@ -1,6 +1,6 @@
 // Prompts that change from step to step, and several at a time, in the syntax of A1111:
 //
-//   [from:to:10]  [from:to:0.5]   `from` for the first 10 steps, or half of the steps, then `to`
+//   [from:to:10]  [from:to:0.5]   `from` up to step 10, or half of the steps, then `to`
 //   [to:10]  [from::10]           nothing before, nothing after
 //   [a|b|c]                       a, b, c, a, … step by step
 //   a :1.2 AND b :-0.5            each is predicted by itself; their differences from the unwanted prompt are
@@ -8,6 +8,12 @@
 //
 // All of it nests, but for AND. `when` is at most the number of steps; a number with a point is a share of
 // them. What does not parse so stays as it is: brackets are weights (prompt.h), "4:3" is text.
+//
+// Steps are counted as the program counts them, which is not quite as it documents them. A table by steps
+// from 1 is made of the prompt, and looked up with steps from 0, so every change comes one step later than is
+// written. With a solver that evaluates the network twice a step, both are evaluations: [a:b:10] changes at
+// the fifth step. An init image takes no steps off the table: what is run begins at its beginning. One thing
+// is not as there: both evaluations of a step have one prompt.
 //
 // Pure; any thread.
 #ifndef LATENTD_FAMILIES_TEXT_PROMPT_SCHEDULE_H_
@@ -49,11 +55,17 @@ struct PromptSchedule {
 // One text for all steps.
 PromptSchedule UnchangingPrompt(absl::string_view text);
 
-// `steps` >= 1. Where `joins` is false, AND is a word like any other. Errors: INVALID_ARGUMENT INVALID_FIELD
+struct ScheduledSteps {
+  int64_t asked = 1;        // the request's; at least 1
+  int64_t run = 1;          // of these, without what an init image or a cut leaves out; at least 1
+  int64_t evaluations = 1;  // of the network in a step
+};
+
+// Where `joins` is false, AND is a word like any other. Errors: INVALID_ARGUMENT INVALID_FIELD
 // on `field`, for more than kMaxScheduledTexts texts or kMaxPromptParts parts, brackets deeper than
 // kMaxPromptNesting, and weights of parts beyond ±kMaxPromptWeight.
-absl::StatusOr<PromptSchedule> ScheduleA1111Prompt(absl::string_view prompt, int64_t steps, bool joins,
-                                                   absl::string_view field);
+absl::StatusOr<PromptSchedule> ScheduleA1111Prompt(absl::string_view prompt, const ScheduledSteps& steps,
+                                                   bool joins, absl::string_view field);
 
 }  // namespace latentd
 

@@ -14,21 +14,25 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 
 PromptSchedule Schedule(absl::string_view prompt, int64_t steps = 10, bool joins = true) {
-  auto schedule = ScheduleA1111Prompt(prompt, steps, joins, "params.prompt");
+  auto schedule = ScheduleA1111Prompt(prompt, {steps, steps, 1}, joins, "params.prompt");
   EXPECT_TRUE(schedule.ok()) << prompt << ": " << schedule.status();
   return schedule.ok() ? *std::move(schedule) : UnchangingPrompt("");
 }
 
-// "3:a 10:a b": each text with the last step that has it, in the manner of the tables in A1111's
-// modules/prompt_parser.py, from which the expected values of the next two tests are.
+// The program's table: "3=a; 10=a b", each text with the last step that has it, in the manner of the tables
+// in A1111's modules/prompt_parser.py, from which the expected values of the next two tests are. It is looked
+// up with steps from 0, so a run of one step more shows all of it.
 std::string Table(absl::string_view prompt, int64_t steps = 10) {
-  const PromptSchedule schedule = Schedule(prompt, steps);
-  EXPECT_EQ(static_cast<int64_t>(schedule.steps.size()), steps);
+  auto schedule = ScheduleA1111Prompt(prompt, {steps, steps + 1, 1}, true, "params.prompt");
+  EXPECT_TRUE(schedule.ok()) << prompt << ": " << schedule.status();
+  if (!schedule.ok()) return "";
+  EXPECT_EQ(static_cast<int64_t>(schedule->steps.size()), steps + 1);
+  EXPECT_EQ(schedule->at(0), schedule->at(1)) << prompt;
   std::string table;
-  for (size_t i = 0; i < schedule.steps.size(); ++i) {
-    const size_t text = schedule.at(i)[0].text;
-    if (i + 1 < schedule.steps.size() && schedule.at(i + 1)[0].text == text) continue;
-    absl::StrAppend(&table, table.empty() ? "" : "; ", i + 1, "=", schedule.texts[text]);
+  for (size_t i = 1; i < schedule->steps.size(); ++i) {
+    const size_t text = schedule->at(i)[0].text;
+    if (i + 1 < schedule->steps.size() && schedule->at(i + 1)[0].text == text) continue;
+    absl::StrAppend(&table, table.empty() ? "" : "; ", i, "=", schedule->texts[text]);
   }
   return table;
 }
@@ -75,22 +79,44 @@ TEST(PromptScheduleTest, StepsAreNumbersOrShares) {
   EXPECT_EQ(Table("[[a|b]:c:2]", 4), "1=a; 2=b; 4=c");
 }
 
+// Which text each step of a run has: by hand, after the program's loop, which takes the first row of the
+// table whose last step is not before the step, counted from 0.
+TEST(PromptScheduleTest, ARunLooksTheTableUpWithStepsFromZero) {
+  auto run = [](absl::string_view prompt, const ScheduledSteps& steps) {
+    const auto schedule = ScheduleA1111Prompt(prompt, steps, true, "params.prompt").value();
+    std::string texts;
+    for (const auto& parts : schedule.steps) texts += schedule.texts[parts[0].text];
+    return texts;
+  };
+  EXPECT_EQ(run("[a:b:2]", {6, 6, 1}), "aaabbb");
+  EXPECT_EQ(run("[a:b:0.5]", {6, 6, 1}), "aaaabb");
+  EXPECT_EQ(run("[a|b]", {6, 6, 1}), "aababa");
+  EXPECT_EQ(run("[a:b:0]", {3, 3, 1}), "bbb");
+  EXPECT_EQ(run("[a:b:6]", {6, 6, 1}), "aaaaaa");
+  // Of six steps an init image leaves three.
+  EXPECT_EQ(run("[a:b:0.5]", {6, 3, 1}), "aaa");
+  EXPECT_EQ(run("[a:b:1]", {6, 3, 1}), "aab");
+  // Twelve evaluations, of which every other one begins a step.
+  EXPECT_EQ(run("[a:b:0.5]", {6, 6, 2}), "aaaabb");
+  EXPECT_EQ(run("[a:b:6]", {6, 6, 2}), "aaaabb");
+}
+
 TEST(PromptScheduleTest, AndJoinsPromptsWithWeights) {
   const PromptSchedule schedule = Schedule("a cat :1.2 AND [dog:cow:4] AND\na penguin : -0.5 ");
   EXPECT_THAT(schedule.texts, ElementsAre("a cat", " dog", " cow", "\na penguin"));
-  EXPECT_THAT(schedule.at(3), ElementsAre(PromptSchedule::Part{0, 1.2}, PromptSchedule::Part{1, 1},
+  EXPECT_THAT(schedule.at(4), ElementsAre(PromptSchedule::Part{0, 1.2}, PromptSchedule::Part{1, 1},
                                           PromptSchedule::Part{3, -0.5}));
-  EXPECT_THAT(schedule.at(4), ElementsAre(PromptSchedule::Part{0, 1.2}, PromptSchedule::Part{2, 1},
+  EXPECT_THAT(schedule.at(5), ElementsAre(PromptSchedule::Part{0, 1.2}, PromptSchedule::Part{2, 1},
                                           PromptSchedule::Part{3, -0.5}));
   EXPECT_EQ(schedule.at(99), schedule.at(9));
-  for (const char* prompt : {"a SAND castle", "ANDROID", "rock and roll", "AND_"}) {
+  for (const char* prompt : {"a SAND castle", "ANDROID", "rock and roll", "AND_", "ÉAND x", "a AND水"}) {
     EXPECT_THAT(Schedule(prompt).texts, ElementsAre(prompt));
   }
   EXPECT_THAT(Schedule("a AND b", 3, /*joins=*/false).texts, ElementsAre("a AND b"));
 }
 
 void ExpectRefused(const std::string& prompt, const std::string& text) {
-  const auto schedule = ScheduleA1111Prompt(prompt, 1000, true, "params.prompt");
+  const auto schedule = ScheduleA1111Prompt(prompt, {1000, 1000, 1}, true, "params.prompt");
   ASSERT_FALSE(schedule.ok()) << prompt;
   EXPECT_EQ(ErrorReason(schedule.status()), "INVALID_FIELD");
   EXPECT_EQ(GetErrorDetails(schedule.status())["field"], "params.prompt");
@@ -119,7 +145,7 @@ TEST(PromptScheduleTest, AnyBytesAreTaken) {
   for (int i = 0; i < 20000; ++i) {
     std::string prompt;
     for (size_t n = random(40); n > 0; --n) prompt += kBytes[random(kBytes.size())];
-    const auto schedule = ScheduleA1111Prompt(prompt, 7, true, "params.prompt");
+    const auto schedule = ScheduleA1111Prompt(prompt, {7, 7, 1}, true, "params.prompt");
     if (!schedule.ok()) continue;
     EXPECT_EQ(schedule->steps.size(), 7u);
     for (const auto& parts : schedule->steps) {

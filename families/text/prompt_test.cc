@@ -63,22 +63,47 @@ TEST(A1111PromptTest, BracketsWeigh) {
 
 TEST(A1111PromptTest, WhatDoesNotParseIsText) {
   auto text = [](absl::string_view prompt) { return TextOf(prompt, PromptSyntax::kA1111); };
-  EXPECT_THAT(text("\\(a\\) \\[b\\] \\\\ \\n"), ElementsAre(Is("(a) [b] \\ \\n", 1)));
+  EXPECT_THAT(text("\\(a\\) \\[b\\] \\\\ \\n\\"), ElementsAre(Is("(a) [b] \\ n", 1)));
   EXPECT_THAT(text("a) b] ratio 3:4)"), ElementsAre(Is("a) b] ratio 3:4)", 1)));
   EXPECT_THAT(text("(ratio 3:4 x)"), ElementsAre(Is("ratio 3:4 x", 1.1)));
   EXPECT_THAT(text("(a:b)"), ElementsAre(Is("a:b", 1.1)));
   EXPECT_THAT(text("a (b [c"), ElementsAre(Is("a ", 1), Is("b ", 1.1), Is("c", 1.1 * (1 / 1.1))));
-  EXPECT_THAT(text("<lora:x:0.8> a"), ElementsAre(Is("<lora:x:0.8> a", 1)));
+  EXPECT_THAT(text("<lora:x:0.8 a"), ElementsAre(Is("<lora:x:0.8 a", 1)));
+}
+
+TEST(A1111PromptTest, WeightsMayBeNegative) {
+  auto text = [](absl::string_view prompt) { return TextOf(prompt, PromptSyntax::kA1111); };
+  EXPECT_THAT(text("a (cat:-1)"), ElementsAre(Is("a ", 1), Is("cat", -1)));
+  EXPECT_THAT(text("((a:-0.5) b:2)"), ElementsAre(Is("a", -1), Is(" b", 2)));
 }
 
 TEST(A1111PromptTest, BreakBeginsAWindow) {
+  auto windows = [](absl::string_view prompt) {
+    std::string all;
+    for (const PromptFragment& fragment : TextOf(prompt, PromptSyntax::kA1111)) {
+      absl::StrAppend(&all, fragment.begins_window ? "/" : "", fragment.text);
+    }
+    return all;
+  };
+  EXPECT_EQ(windows("a BREAK b"), "a/b");
+  EXPECT_EQ(windows("a BREAK"), "a") << "nothing follows, so no window begins";
+  EXPECT_EQ(windows("a BREAK BREAK "), "a/");
+  EXPECT_EQ(windows("BREAK b"), "/b");
+  EXPECT_EQ(windows("BREAK"), "");
+  EXPECT_EQ(windows("a　BREAK b"), "a/b") << "any white space goes";
+  // Words are words in any script.
+  for (const char* text : {"ÉBREAK b", "a BREAK水", "BREAK_", "3BREAK"}) EXPECT_EQ(windows(text), text);
+  // In brackets that weigh, the program weighs BREAK, too, and does not know it again.
+  EXPECT_THAT(TextOf("(a BREAK b)", PromptSyntax::kA1111),
+              ElementsAre(Is("a", 1.1), Is("BREAK", -1.1), Is("b", 1.1)));
+  EXPECT_EQ(windows("(a BREAK b:1)"), "a/b");
+  EXPECT_EQ(windows("\\BREAK b"), "/b");
+
   const PromptText text = TextOf("a cat BREAK (a dog:1.2)\nBREAK\nBREAKFAST BREAK", PromptSyntax::kA1111);
-  ASSERT_EQ(text.size(), 5u);
+  ASSERT_EQ(text.size(), 3u);
   EXPECT_EQ(text[0], (PromptFragment{"a cat", 1, false}));
-  EXPECT_EQ(text[1], (PromptFragment{"", 1, true}));
-  EXPECT_EQ(text[2], (PromptFragment{"a dog", 1.2, false}));
-  EXPECT_EQ(text[3], (PromptFragment{"BREAKFAST", 1, true}));
-  EXPECT_EQ(text[4], (PromptFragment{"", 1, true}));
+  EXPECT_EQ(text[1], (PromptFragment{"a dog", 1.2, true}));
+  EXPECT_EQ(text[2], (PromptFragment{"BREAKFAST", 1, true}));
 }
 
 TEST(CompelPromptTest, WeightsMultiply) {
@@ -116,7 +141,8 @@ TEST(CompelPromptTest, WhatIsNotSupportedIsRefused) {
   ExpectRefused("(\"a\", \"b\").and() and more", PromptSyntax::kCompel, "whole prompt");
   ExpectRefused("(a)101", PromptSyntax::kCompel, "weight of 101");
   ExpectRefused("a" + std::string(100, '+'), PromptSyntax::kCompel, "weight of");
-  ExpectRefused("(a:-1)", PromptSyntax::kA1111, "weight of -1");
+  ExpectRefused("(a:-101)", PromptSyntax::kA1111, "weight of -101");
+  ExpectRefused("a <lora:x:0.8> b", PromptSyntax::kA1111, "holds <lora:x:0.8>; LoRAs are given in");
 }
 
 TEST(PromptTest, DepthIsBoundedAndLengthCostsNoMoreThanTime) {

@@ -38,6 +38,29 @@ bool IsWhitespace(utf8proc_int32_t c) {
          c == 0x3000;
 }
 
+bool IsWord(utf8proc_int32_t c) {
+  switch (utf8proc_category(c)) {
+    case UTF8PROC_CATEGORY_LU:
+    case UTF8PROC_CATEGORY_LL:
+    case UTF8PROC_CATEGORY_LT:
+    case UTF8PROC_CATEGORY_LM:
+    case UTF8PROC_CATEGORY_LO:
+    case UTF8PROC_CATEGORY_ND:
+    case UTF8PROC_CATEGORY_NL:
+    case UTF8PROC_CATEGORY_NO:
+      return true;
+    default:
+      return c == '_';
+  }
+}
+
+// The last character of a text that is not empty.
+absl::string_view LastCharacter(absl::string_view text) {
+  size_t begin = text.size() - 1;
+  while (begin > 0 && (static_cast<unsigned char>(text[begin]) & 0xC0) == 0x80) --begin;
+  return text.substr(begin);
+}
+
 }  // namespace
 
 std::string ValidUtf8(absl::string_view text) {
@@ -87,6 +110,36 @@ std::string CollapseWhitespace(absl::string_view text) {
     in_run = space;
   }
   return out;
+}
+
+bool WordEndsBefore(absl::string_view text, size_t at) {
+  if (at == 0) return false;
+  absl::string_view last = LastCharacter(text.substr(0, at));
+  return IsWord(Next(last));
+}
+
+bool WordGoesOn(absl::string_view text, size_t at) {
+  if (at >= text.size()) return false;
+  absl::string_view rest = text.substr(at);
+  return IsWord(Next(rest));
+}
+
+size_t LeadingWhitespace(absl::string_view text) {
+  absl::string_view rest = text;
+  size_t count = 0;
+  while (!rest.empty() && IsWhitespace(Next(rest))) count = text.size() - rest.size();
+  return count;
+}
+
+size_t TrailingWhitespace(absl::string_view text) {
+  size_t count = 0;
+  while (count < text.size()) {
+    absl::string_view last = LastCharacter(text.substr(0, text.size() - count));
+    const size_t bytes = last.size();
+    if (!IsWhitespace(Next(last))) break;
+    count += bytes;
+  }
+  return count;
 }
 
 std::vector<TextPiece> SplitAtTokens(absl::string_view text, const std::vector<std::string>& tokens) {

@@ -23,6 +23,15 @@ std::string LowerCase(absl::string_view text);
 // Each run of characters with the property White_Space becomes one space.
 std::string CollapseWhitespace(absl::string_view text);
 
+// Whether the character that ends before byte `at`, or begins there, belongs to a word: a letter, a number or
+// an underscore, as in Python's \\w. False beyond the text's ends. REQUIRES: `at` is between two characters.
+bool WordEndsBefore(absl::string_view text, size_t at);
+bool WordGoesOn(absl::string_view text, size_t at);
+
+// The bytes of white space that `text` begins or ends with.
+size_t LeadingWhitespace(absl::string_view text);
+size_t TrailingWhitespace(absl::string_view text);
+
 // A piece of text between, or equal to, special tokens.
 struct TextPiece {
   absl::string_view text;

@@ -149,7 +149,7 @@ def noise(out: Path) -> None:
         generator = torch.Generator().manual_seed(seed)
         tensors[f"first.{seed}"] = torch.randn((1, 16, 6, 10), generator=generator)
         tensors[f"second.{seed}"] = torch.randn((1, 16, 6, 10), generator=generator)
-    save(out, "noise", tensors)
+    save(out, "noise", tensors, capability=torch.backends.cpu.get_cpu_capability())
 
 
 SCHEDULES = {
@@ -242,11 +242,12 @@ def run(out: Path, name: str, folder: Path, **arguments) -> None:
 
 def run_with(pipe: FluxPipeline, out: Path, name: str, folder: Path, *, prompt: str, width: int, height: int,
              steps: int, seeds: list[int], length: int, guidance: float = 0.0, negative: str | None = None,
-             true_cfg_scale: float = 1.0, init: np.ndarray | None = None, strength: float = 1.0) -> None:
+             true_cfg_scale: float = 1.0, init: np.ndarray | None = None, strength: float = 1.0,
+             second: str | None = None, negative_second: str | None = None) -> None:
     """Whole runs, one per seed: conditioning, latents after every step, pictures."""
     pipe.set_progress_bar_config(disable=True)
     tensors = {"prompt": text(prompt)}
-    embeds, pooled, _ = pipe.encode_prompt(prompt=prompt, prompt_2=None, max_sequence_length=length)
+    embeds, pooled, _ = pipe.encode_prompt(prompt=prompt, prompt_2=second, max_sequence_length=length)
     tensors |= {"t5": embeds, "pooled": pooled}
     for i, seed in enumerate(seeds):
         steps_seen = []
@@ -258,6 +259,7 @@ def run_with(pipe: FluxPipeline, out: Path, name: str, folder: Path, *, prompt: 
 
         arguments = dict(prompt=prompt, width=width, height=height, num_inference_steps=steps, guidance_scale=guidance,
                          max_sequence_length=length, true_cfg_scale=true_cfg_scale, negative_prompt=negative,
+                         prompt_2=second, negative_prompt_2=negative_second,
                          generator=[torch.Generator().manual_seed(seed)], output_type="np",
                          callback_on_step_end=after_step)
         if init is not None:
@@ -272,8 +274,9 @@ def run_with(pipe: FluxPipeline, out: Path, name: str, folder: Path, *, prompt: 
         tensors[f"image.{i}"] = torch.from_numpy(result)
         tensors[f"pixels.{i}"] = torch.from_numpy((result * 255).round().astype("uint8"))
         tensors[f"seed.{i}"] = torch.tensor([seed])
-    if negative is not None:
-        tensors["negative"] = text(negative)
+    for key, value in (("negative", negative), ("second", second), ("negative_second", negative_second)):
+        if value is not None:
+            tensors[key] = text(value)
     save(out, name, tensors, folder=folder, width=width, height=height, steps=steps, length=length, guidance=guidance,
          true_cfg_scale=true_cfg_scale, strength=strength, count=len(seeds))
 
@@ -285,6 +288,13 @@ def runs(out: Path) -> None:
     run(out, "run-schnell", out / "tiny-schnell", prompt=prompt, **size, steps=3, seeds=[2 ** 40 + 1], length=13)
     run(out, "run-true-cfg", out / "tiny-dev", prompt=prompt, **size, steps=3, seeds=[5], length=20, guidance=1.5,
         negative="blurry, night", true_cfg_scale=4.0)
+    # Of an empty second prompt the first one is used; with nothing to go away from, nothing is guided.
+    run(out, "run-second", out / "tiny-dev", prompt=prompt, **size, steps=2, seeds=[6], length=20, guidance=1.5,
+        second="a blue road at night", negative="blurry, night", negative_second="", true_cfg_scale=4.0)
+    run(out, "run-second-negative", out / "tiny-dev", prompt=prompt, **size, steps=2, seeds=[6], length=20, guidance=1.5,
+        second="", negative="", negative_second="fog", true_cfg_scale=4.0)
+    run(out, "run-unguided", out / "tiny-dev", prompt=prompt, **size, steps=2, seeds=[7], length=20, guidance=1.5,
+        true_cfg_scale=4.0)
     init = np.random.default_rng(6).integers(0, 256, (100, 60, 3), dtype=np.uint8)
     run(out, "run-img2img", out / "tiny-dev", prompt=prompt, **size, steps=7, seeds=[21, 22], length=16, guidance=3.5,
         init=init, strength=0.6)

@@ -118,6 +118,8 @@ GenerateParams Params(const Golden& golden) {
   GenerateParams params;
   params.prompt = golden.Text("prompt");
   if (golden.Has("negative")) params.negative_prompt = golden.Text("negative");
+  if (golden.Has("second")) params.prompt_2 = golden.Text("second");
+  if (golden.Has("negative_second")) params.negative_prompt_2 = golden.Text("negative_second");
   params.width = golden.Int("width");
   params.height = golden.Int("height");
   params.steps = golden.Int("steps");
@@ -174,6 +176,9 @@ INSTANTIATE_TEST_SUITE_P(All, FluxRunGolden,
                                          Source{"txt2img schnell native", "tiny-schnell",
                                                 "native/schnell.safetensors", "run-schnell"},
                                          Source{"true CFG", "tiny-dev", "", "run-true-cfg"},
+                                         Source{"second prompts", "tiny-dev", "", "run-second"},
+                                         Source{"second negative", "tiny-dev", "", "run-second-negative"},
+                                         Source{"true CFG from nothing", "tiny-dev", "", "run-unguided"},
                                          Source{"img2img", "tiny-dev", "", "run-img2img"},
                                          Source{"bf16 weights", "tiny-bf16", "", "run-bf16"}),
                          [](const auto& info) { return "Case" + std::to_string(info.index); });

@@ -1,5 +1,6 @@
 // The parts of a pipeline, each alone, against transformers, diffusers, tokenizers and Pillow.
 #include "ATen/ATen.h"
+#include "ATen/Version.h"
 #include "absl/strings/str_cat.h"
 #include "families/image/resize.h"
 #include "families/sampling/flow_match.h"
@@ -125,9 +126,12 @@ TEST(TiledVaeGolden, TilesAreCutAndBlendedAsByDiffusers) {
     const AutoencoderKl::Posterior posterior = model.Encode(view, golden[absl::StrCat("picture.", i)], tile);
     const at::Tensor decoded = model.Decode(view, golden[absl::StrCat("latents.", i)], tile);
     const std::string name = absl::StrCat("vae in tiles of ", tile);
-    EXPECT_LE(Report(name + " mean", RelativeError(posterior.mean, golden[absl::StrCat("mean.", i)])), kBlockTolerance);
-    EXPECT_LE(Report(name + " std", RelativeError(posterior.std, golden[absl::StrCat("std.", i)])), kBlockTolerance);
-    EXPECT_LE(Report(name + " decoded", RelativeError(decoded, golden[absl::StrCat("decoded.", i)])), kBlockTolerance);
+    EXPECT_LE(Report(name + " mean", RelativeError(posterior.mean, golden[absl::StrCat("mean.", i)])),
+              kBlockTolerance);
+    EXPECT_LE(Report(name + " std", RelativeError(posterior.std, golden[absl::StrCat("std.", i)])),
+              kBlockTolerance);
+    EXPECT_LE(Report(name + " decoded", RelativeError(decoded, golden[absl::StrCat("decoded.", i)])),
+              kBlockTolerance);
     // A whole picture in one tile is the whole picture.
     const at::Tensor whole = model.Decode(view, golden[absl::StrCat("latents.", i)]);
     EXPECT_TRUE(at::equal(model.Decode(view, golden[absl::StrCat("latents.", i)], 1024), whole));
@@ -167,12 +171,18 @@ INSTANTIATE_TEST_SUITE_P(All, ScheduleGolden,
                          testing::Values("static-1", "static-3", "dynamic", "dynamic-linear",
                                          "dynamic-terminal", "static-terminal"));
 
+// To the last bit with the kernels that made the goldens; others round the logarithms and cosines of the same
+// draws in their own way.
 TEST(Noise, IsThatOfTorchForTheSameSeed) {
   const Golden golden("noise");
+  const double tolerance = at::get_cpu_capability() == golden.Setting("capability") ? 0 : 2e-6;
   for (const char* seed : {"0", "1", "42", "4294967303", "9223372036854775819", "18446744073709551615"}) {
     const std::vector<at::Tensor> draws = DrawNoise(std::stoull(seed), {1, 16, 6, 10}, 2);
-    EXPECT_TRUE(at::equal(draws[0], golden[absl::StrCat("first.", seed)])) << seed;
-    EXPECT_TRUE(at::equal(draws[1], golden[absl::StrCat("second.", seed)])) << seed;
+    for (const auto& [name, draw] :
+         {std::pair<const char*, at::Tensor>{"first.", draws[0]}, {"second.", draws[1]}}) {
+      EXPECT_LE((draw - golden[absl::StrCat(name, seed)]).abs().max().item<double>(), tolerance)
+          << name << seed;
+    }
   }
 }
 

@@ -16,15 +16,10 @@
 namespace latentd {
 namespace {
 
+// What both sides round differently in a case that forgives it, and how much more than the oracle's own
+// wobble (samplers.py) a case that does not may be off. The wobble is the largest of few tries, not a bound.
 constexpr double kTolerance = 1e-4;
-// From σ = 4096 these go down by differences of large numbers, in diffusers' fp32, too, which leaves zero
-// terminal SNR out for them.
-constexpr double kZeroSnrTolerance = 1e-2;
-
-double ToleranceOf(const std::string& name, const std::string& model) {
-  const bool differences = name.rfind("heun", 0) == 0 || name.rfind("kdpm_2", 0) == 0;
-  return differences && model == "v-zero-snr" ? kZeroSnrTolerance : kTolerance;
-}
+constexpr double kWobbles = 4;
 
 at::Tensor Network(const at::Tensor& x, double t) { return x * 0.6 + 0.3 * std::sin(t); }
 
@@ -41,10 +36,12 @@ std::optional<double> Number(const Settings& settings, const char* key) {
 struct Errors {
   void Add(double& worst, double error, const std::string& what) {
     EXPECT_LE(error, tolerance) << what;
-    if (tolerance == kTolerance) worst = std::max(worst, error);
+    worst = std::max(worst, error);
+    of_tolerance = std::max(of_tolerance, error / tolerance);
   }
 
   double tolerance = kTolerance;  // of the case
+  double of_tolerance = 0;
   double timesteps = 0, sigmas = 0, scale = 0, start = 0, noised = 0, prediction = 0, x = 0;
 };
 
@@ -127,7 +124,7 @@ TEST_P(SamplerGolden, EveryEvaluationIsThatOfDiffusers) {
     auto schedule =
         NoiseSchedule::Load(GoldenPath(absl::StrCat("noise-schedules/", settings["model"], ".json")));
     ASSERT_TRUE(schedule.ok()) << schedule.status();
-    worst.tolerance = ToleranceOf(name, settings["model"]);
+    worst.tolerance = kTolerance + kWobbles * golden[absl::StrCat(i, ".wobble")].item<double>();
     for (const std::string& called : {name, name + "_k"}) {
       const bool twin = called != name;
       if (twin && (settings["schedule"] != "karras" || !Known(called))) continue;
@@ -146,6 +143,7 @@ TEST_P(SamplerGolden, EveryEvaluationIsThatOfDiffusers) {
   Report(name + " noised", std::max(worst.noised, worst.start));
   Report(name + " prediction", worst.prediction);
   Report(name + " x", worst.x);
+  Report(name + " share of a case's tolerance", worst.of_tolerance);
 }
 
 std::vector<std::string> BaseNames() {

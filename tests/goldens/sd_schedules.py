@@ -1,5 +1,6 @@
 """Whole runs with prompts that change between steps and prompts that are joined, as A1111 writes them. diffusers knows
-neither: its UNet is wrapped, and answers each step with the prompts that are written out for it here."""
+neither: its UNet is wrapped, and answers each step with the prompts that are written out for it here, as A1111's loop
+takes them: every change a step later than is written."""
 
 from __future__ import annotations
 
@@ -59,14 +60,14 @@ def write_all(out: Path) -> None:
             written={"prompt": text(prompt)}, **more)
 
     case("sd15-schedule", "tiny-sd15", "a [red:blue:2] house [on the road|at night]",
-         ["a red house on the road", "a red house at night", "a blue house on the road", "a blue house at night"],
-         "[blurry:night:0.75]", ["blurry", "blurry", "blurry", "night"], **even, steps=4, seeds=[81, 82])
-    case("sd15-schedule-image", "tiny-sd15", "[a red:a blue:2] house", ["a red house", "a red house", "a blue house"],
+         ["a red house on the road", "a red house on the road", "a red house at night", "a blue house on the road"],
+         "[blurry:night:0.5]", ["blurry", "blurry", "blurry", "night"], **even, steps=4, seeds=[81, 82])
+    case("sd15-schedule-image", "tiny-sd15", "[a red:a blue:1] house", ["a red house", "a red house", "a blue house"],
          "blurry", ["blurry"] * 3, **odd, steps=6, strength=0.5, init=init, seeds=[83], sampler="ddim")
     joined = [("a red house", 1.2), ("a blue car on the road", 1.0), ("trees", -0.4)]
     case("sd15-joined", "tiny-sd15", "a red house :1.2 AND a blue car on the road AND trees :-0.4", [joined] * 3,
          "blurry", ["blurry"] * 3, **odd, steps=3, seeds=[84], guidance_rescale=0.5)
     case("sdxl-schedule-joined", "tiny-sdxl", "[a photo:birds:0.5] at night AND a [tree|blue car] :0.7",
-         [[("a photo at night", 1.0), ("a tree", 0.7)], [("a photo at night", 1.0), ("a blue car", 0.7)],
-          [("birds at night", 1.0), ("a tree", 0.7)], [("birds at night", 1.0), ("a blue car", 0.7)]],
+         [[("a photo at night", 1.0), ("a tree", 0.7)], [("a photo at night", 1.0), ("a tree", 0.7)],
+          [("a photo at night", 1.0), ("a blue car", 0.7)], [("birds at night", 1.0), ("a tree", 0.7)]],
          None, [None] * 4, **even, steps=4, seeds=[85], guidance=5.0)
