@@ -4,7 +4,9 @@
 #include <set>
 
 #include "ATen/ATen.h"
+#include "absl/hash/hash.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "cache/error.h"
 #include "patcher/contribution.h"
@@ -13,16 +15,43 @@
 namespace latentd {
 namespace {
 
-// "transformer+dusk@1f3a*0.5[transformer.proj_out=0]": all that merged weights depend on, so that two sets
-// are never taken for each other. `partly`: the set leaves out tensors that another mode would merge.
-std::string MergedName(const std::string& component, const std::vector<PatchSpec>& specs, bool partly) {
-  std::string name = absl::StrCat(component, partly ? "~" : "");
+// What was merged into what, of each tensor: two modes, or two ways to store a component, merge different
+// tensors of one set of patches.
+std::string DescribeMerge(const ComponentLayout& layout, const LayerPatcher::FormOf& form,
+                          const std::vector<PatchSpec>& specs, const Contributions& contributions) {
+  std::string text;
+  for (const auto& [index, shares] : contributions) {
+    const std::string& name = layout[Slot{index}].name;
+    absl::StrAppend(&text, name.size(), ":", name, " ", static_cast<int>(form(Slot{index})), "\n");
+    for (const Contribution& c : shares) {
+      absl::StrAppend(&text, specs[c.spec].handle.key().ToString(), " ", c.layer->name.size(), ":",
+                      c.layer->name, " ", c.part.row_begin, "+", c.part.rows,
+                      c.part.swap_halves ? " swapped" : "", c.bias ? " bias" : "",
+                      absl::StrFormat(" %.17g\n", c.weight));
+    }
+  }
+  return text;
+}
+
+// "transformer+dusk@1f3a*0.5[transformer.proj_out=0]#9d3c…": all that merged weights depend on, so that two
+// sets are never taken for each other: which patches how strong, to be read, and behind it a hash of what was
+// merged, for this process.
+std::string MergedName(const std::string& component, const ComponentLayout& layout,
+                       const LayerPatcher::FormOf& form, const std::vector<PatchSpec>& specs,
+                       const Contributions& contributions) {
+  std::string name = component;
   for (const PatchSpec& spec : specs) {
     if (spec.weight == 0) continue;
     absl::StrAppend(&name, "+", spec.handle.key().ToString(), "*",
                     StrengthText(spec.weight, spec.blocks, component));
   }
-  return name;
+  const auto hash = static_cast<uint64_t>(absl::HashOf(DescribeMerge(layout, form, specs, contributions)));
+  return absl::StrCat(name, "#", absl::Hex(hash, absl::kZeroPad16));
+}
+
+bool HasRecord(const std::vector<PatchSpec>& specs) {
+  return std::all_of(specs.begin(), specs.end(),
+                     [](const PatchSpec& s) { return s.weight == 0 || static_cast<bool>(s.handle); });
 }
 
 // The canonical order, so that A+B and B+A are one set.
@@ -93,41 +122,40 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
   return report;
 }
 
-ModelKey LayerPatcher::MergedKey(const ModelKey& component, std::vector<PatchSpec>& specs, bool partly) {
-  Sort(specs);
-  return {component.id, MergedName(component.component, specs, partly)};
-}
-
 absl::StatusOr<LayerPatcher::OverlaySize> LayerPatcher::OverlayBytes(
-    const ComponentLayout& layout, double bytes_per_number, StorageForm form, const PatchTarget& target,
-    const std::vector<PatchSpec>& specs, const ApplyOptions& options) {
+    const ComponentLayout& layout, double bytes_per_number, const FormOf& form, const PatchTarget& target,
+    std::vector<PatchSpec> specs, const ApplyOptions& options) {
+  Sort(specs);
   ASSIGN_OR_RETURN(Contributions contributions, Collect(target, specs));
   const auto [direct, beside] =
-      Split(layout, std::move(contributions), options.mode == PatchMode::kDirect, [&](Slot) { return form; });
+      Split(layout, std::move(contributions), options.mode == PatchMode::kDirect, form);
   double bytes = 0;
   for (const auto& [index, shares] : direct) {
     double numbers = 1;
     for (int64_t extent : layout[Slot{index}].shape) numbers *= static_cast<double>(extent);
     bytes += numbers * bytes_per_number;
   }
-  return OverlaySize{.merged = static_cast<int64_t>(bytes),
-                     .merging = MergeScratchBytes(layout, direct, [&](Slot) { return form; }),
-                     .beside = SidecarBytes(layout, beside, options.compute)};
+  OverlaySize size{.merged = static_cast<int64_t>(bytes),
+                   .merging = MergeScratchBytes(layout, direct, form),
+                   .beside = SidecarBytes(layout, beside, options.compute),
+                   .record = {}};
+  if (!direct.empty() && HasRecord(specs)) {
+    size.record = {options.component.id,
+                   MergedName(options.component.component, layout, form, specs, direct)};
+  }
+  return size;
 }
 
 absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarget& target,
                                        const std::vector<PatchSpec>& specs,
-                                       const Contributions& contributions, bool partly,
-                                       const ApplyOptions& options, Overlay& overlay) {
+                                       const Contributions& contributions, const ApplyOptions& options,
+                                       Overlay& overlay) {
   Device* const device = options.device;
   const bool elsewhere = device != nullptr && !device->uses_host_memory();
-  const bool cacheable =
-      options.cache != nullptr && std::all_of(specs.begin(), specs.end(), [](const PatchSpec& s) {
-        return s.weight == 0 || static_cast<bool>(s.handle);
-      });
+  const bool cacheable = options.cache != nullptr && HasRecord(specs);
+  const FormOf form = [&](Slot slot) { return weights[slot].form; };
   const int64_t bytes = MergedBytes(weights, contributions);
-  const int64_t scratch =
-      MergeScratchBytes(weights.layout(), contributions, [&](Slot slot) { return weights[slot].form; });
+  const int64_t scratch = MergeScratchBytes(weights.layout(), contributions, form);
   if (!cacheable) {
     if (device != nullptr) {
       ASSIGN_OR_RETURN(overlay.reservation_,
@@ -156,8 +184,9 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
   }
   ASSIGN_OR_RETURN(overlay.merged_record_,
                    options.cache->Lock(
-                       {options.component.id, MergedName(options.component.component, specs, partly)}, loader,
-                       {.owner = options.owner, .deadline = options.deadline, .stop = options.stop}));
+                       {options.component.id, MergedName(options.component.component, weights.layout(), form,
+                                                         specs, contributions)},
+                       loader, {.owner = options.owner, .deadline = options.deadline, .stop = options.stop}));
   overlay.merged_on_host_ = std::static_pointer_cast<const WeightSet>(overlay.merged_record_.resource());
   overlay.merged_ = overlay.merged_on_host_;
   if (elsewhere) {
@@ -211,8 +240,7 @@ absl::StatusOr<std::shared_ptr<const Overlay>> LayerPatcher::Apply(const WeightS
                      options.cache->ram().Reserve(Ask(uncached_bytes, MemoryUse::kPatches, target, options)));
   }
   if (!direct.empty()) {
-    RETURN_IF_ERROR(
-        ApplyDirect(weights, target, specs, direct, /*partly=*/!beside.empty(), options, *overlay));
+    RETURN_IF_ERROR(ApplyDirect(weights, target, specs, direct, options, *overlay));
   }
   if (!beside.empty()) RETURN_IF_ERROR(ApplySidecar(weights, target, beside, options, *overlay));
   if (reports != nullptr) {

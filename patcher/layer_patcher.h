@@ -8,6 +8,7 @@
 #define LATENTD_PATCHER_LAYER_PATCHER_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <stop_token>
@@ -47,8 +48,8 @@ struct ApplyOptions {
   Device* device = nullptr;  // where the overlay is used, and what it is charged to; null = host, uncharged
   // Which blocks of the component are resident on the device (see WeightSet::device_block); empty = all.
   std::vector<bool> resident = {};
-  // With a cache, merged weights are a record of it, under the component's key and the names of the patches:
-  // they are found again by whoever asks for the same set with the same weights.
+  // With a cache, merged weights are a record of it, under the component's key, the names of the patches and
+  // what they were merged into: they are found again by whoever asks for the same.
   ModelCache* cache = nullptr;
   ModelKey component = {};                       // key of the component's record; REQUIRED with a cache
   std::string owner = {};                        // of reservations and locks
@@ -93,25 +94,23 @@ class LayerPatcher {
                                                               const ApplyOptions& options,
                                                               std::vector<PatchReport>* reports = nullptr);
 
-  // What Apply would take, without doing it, where `bytes_per_number` and `form` are those of the component's
-  // weights.
+  // What Apply would take, without doing it, where weights have `bytes_per_number`, and `form` says how each
+  // is stored.
   struct OverlaySize {
     int64_t merged = 0;   // bytes of merged weights
     int64_t merging = 0;  // bytes that merging them takes for a while, beside them
     int64_t beside = 0;   // bytes of what is computed beside them
+    ModelKey record;      // that merged weights would be; empty without any, or with a patch without a handle
   };
+  using FormOf = std::function<StorageForm(Slot)>;
   static absl::StatusOr<OverlaySize> OverlayBytes(const ComponentLayout& layout, double bytes_per_number,
-                                                  StorageForm form, const PatchTarget& target,
-                                                  const std::vector<PatchSpec>& specs,
-                                                  const ApplyOptions& options);
-  // The record that merged weights of `specs` are; `partly` when other tensors have patches beside them.
-  // REQUIRES: all have handles.
-  static ModelKey MergedKey(const ModelKey& component, std::vector<PatchSpec>& specs, bool partly);
+                                                  const FormOf& form, const PatchTarget& target,
+                                                  std::vector<PatchSpec> specs, const ApplyOptions& options);
 
  private:
   static absl::Status ApplyDirect(const WeightSet& weights, const PatchTarget& target,
                                   const std::vector<PatchSpec>& specs, const Contributions& contributions,
-                                  bool partly, const ApplyOptions& options, Overlay& overlay);
+                                  const ApplyOptions& options, Overlay& overlay);
   static absl::Status ApplySidecar(const WeightSet& weights, const PatchTarget& target,
                                    const Contributions& contributions, const ApplyOptions& options,
                                    Overlay& overlay);

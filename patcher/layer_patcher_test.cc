@@ -2,8 +2,12 @@
 // set, and an input that grows. Expected values are the formulas, written out on whole matrices.
 #include "patcher/layer_patcher.h"
 
+#include <algorithm>
+
 #include "ATen/ATen.h"
+#include "cache/device.h"
 #include "cache/error.h"
+#include "cache/model_cache.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "patcher/block_weights.h"
@@ -226,6 +230,53 @@ TEST_F(LayerPatcherTest, EightBitFloatsAreNotMergedInto) {
   EXPECT_TRUE(at::equal(view(first), value));
   EXPECT_TRUE(at::equal(view.Rows(first, at::tensor({4, 0, 4}, at::kLong)),
                         value.index_select(0, at::tensor({4, 0, 4}, at::kLong))));
+}
+
+// Where some weights are in 8-bit floats and some are not, the modes merge different tensors: their records
+// are not taken for each other, in whatever order they are asked for.
+TEST_F(LayerPatcherTest, ModesOnMixedStorageDoNotTakeEachOthersRecords) {
+  base = std::make_unique<WeightSet>(
+      layout, std::vector<Weight>{{at::randn({kOut, kIn}).to(at::kFloat8_e4m3fn), StorageForm::kFloat8, 1},
+                                  {at::randn({kOut, kIn})},
+                                  {at::randn({kOut})}});
+  Tensors file = Pair("blocks.0");
+  file.merge(Pair("blocks.1"));
+  file["norm.diff"] = at::randn({kOut});  // merged in all modes
+  const auto patch = ModelPatch::FromTensors(file);
+  ASSERT_TRUE(patch.ok()) << patch.status();
+  const Loader loader{.kind = "lora", .estimated_bytes = (*patch)->bytes(), .load = [&](const LoadContext&) {
+                        return absl::StatusOr<std::shared_ptr<const Resource>>(*patch);
+                      }};
+  const at::Tensor x = at::randn({3, kIn});
+  const at::Tensor expected[] = {x.mm(((*base)[first].To(at::kFloat) + Product(file, "blocks.0")).t()),
+                                 x.mm(((*base)[second].data + Product(file, "blocks.1")).t())};
+  std::vector<PatchMode> order = {PatchMode::kAuto, PatchMode::kDirect, PatchMode::kSidecar};
+  do {
+    RamBudget ram(int64_t{1} << 20);
+    CpuDevice cpu(&ram);
+    ModelCache cache(&ram, {&cpu});
+    for (const PatchMode mode : order) {
+      std::vector<PatchSpec> specs(1);
+      specs[0].name = "lora";
+      specs[0].handle = *cache.Lock({"lora@1", ""}, loader, {.owner = "test"});
+      specs[0].patch = *patch;
+      const auto overlay = LayerPatcher::Apply(*base, target, std::move(specs),
+                                               {.mode = mode,
+                                                .device = &cpu,
+                                                .cache = &cache,
+                                                .component = {"model@1", "transformer"},
+                                                .owner = "test"});
+      ASSERT_TRUE(overlay.ok()) << overlay.status();
+      const WeightView view(*base, overlay->get());
+      EXPECT_TRUE(at::allclose(view.Linear(first, {}, x), expected[0], 1e-5, 1e-5));
+      EXPECT_TRUE(at::allclose(view.Linear(second, {}, x), expected[1], 1e-5, 1e-5))
+          << static_cast<int>(mode);
+      EXPECT_TRUE(at::allclose(view(norm), (*base)[norm].data + file.at("norm.diff")));
+    }
+    int64_t records = 0;
+    for (const RecordStats& record : cache.Stats().records) records += record.kind == "merged" ? 1 : 0;
+    EXPECT_EQ(records, 2);  // auto and sidecar merge the same
+  } while (std::next_permutation(order.begin(), order.end()));
 }
 
 // What merging takes for a while is promised, too: a budget that holds the result alone is refused.

@@ -112,8 +112,9 @@ void CheckPlace(const Place& place, at::ScalarType type) {
         return all;
       };
       const ApplyOptions options = {.mode = PatchMode::kDirect};
-      const auto size = LayerPatcher::OverlayBytes(*layout, static_cast<double>(c10::elementSize(type)),
-                                                   StorageForm::kPlain, target, specs(), options);
+      const auto size = LayerPatcher::OverlayBytes(
+          *layout, static_cast<double>(c10::elementSize(type)), [](Slot) { return StorageForm::kPlain; },
+          target, specs(), options);
       ASSERT_TRUE(size.ok()) << name << ": " << size.status();
       auto counter = std::make_shared<PeakCounter>();
       {

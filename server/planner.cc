@@ -517,10 +517,15 @@ class Planner {
     const bool direct = mode_ == PatchMode::kDirect && !StoredAsFloat8(component);
     const bool all_read = unread_bytes == 0;
     // A file that was not read yet is taken for plain low-rank layers.
-    const StorageForm form = StoredAsFloat8(component) ? StorageForm::kFloat8 : StorageForm::kPlain;
-    const auto size = LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, form,
-                                                 *component.patch_target, specs, {.mode = mode_})
-                          .value_or(LayerPatcher::OverlaySize{});
+    const LockHandle loaded = core_.cache->Peek(key, "plan");
+    auto form = [&](Slot slot) {
+      if (loaded) return loaded.As<WeightSet>()[slot].form;
+      return StoredAsFloat8(component) ? StorageForm::kFloat8 : StorageForm::kPlain;
+    };
+    const auto size =
+        LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, form, *component.patch_target,
+                                   std::move(specs), {.mode = mode_, .component = key})
+            .value_or(LayerPatcher::OverlaySize{});
     overlay.record_bytes = size.merged;
     overlay.merging_bytes = size.merging;
     overlay.beside_bytes = size.beside;
@@ -528,9 +533,7 @@ class Planner {
     if (!all_read && direct) overlay.record_bytes = component.files->tensor_bytes();
     if (!all_read && !direct) overlay.beside_bytes += 2 * unread_bytes;
     if (overlay.record_bytes > 0) {
-      const bool partly = overlay.beside_bytes > 0;
-      overlay.record = all_read ? LayerPatcher::MergedKey(key, specs, partly).ToString()
-                                : absl::StrCat(key.ToString(), " with patches");
+      overlay.record = all_read ? size.record.ToString() : absl::StrCat(key.ToString(), " with patches");
       overlay.record_first = !direct;
     }
     return overlay;

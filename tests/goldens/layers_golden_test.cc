@@ -127,13 +127,14 @@ TEST_P(LayerTypesGolden, TheReportCountsHowEachTensorMetItsPatch) {
   const bool low_rank =
       std::string(GetParam().type).substr(0, 5) == "LoRA+" && std::string(GetParam().type) != "LoRA+DoRA";
   EXPECT_EQ(beside > 0, low_rank && GetParam().mode != PatchMode::kDirect);
-  const auto size = LayerPatcher::OverlayBytes(layout(), 4, StorageForm::kPlain, *transformer->patch_target,
-                                               [&] {
-                                                 std::vector<PatchSpec> specs(1);
-                                                 specs[0].patch = patch;
-                                                 return specs;
-                                               }(),
-                                               {.mode = GetParam().mode});
+  const auto size = LayerPatcher::OverlayBytes(
+      layout(), 4, [](Slot) { return StorageForm::kPlain; }, *transformer->patch_target,
+      [&] {
+        std::vector<PatchSpec> specs(1);
+        specs[0].patch = patch;
+        return specs;
+      }(),
+      {.mode = GetParam().mode});
   ASSERT_TRUE(size.ok());
   EXPECT_EQ(size->merged > 0, merged > 0);
   EXPECT_EQ(size->beside > 0, beside > 0);

@@ -3,6 +3,7 @@
 #include <random>
 #include <thread>
 
+#include "ATen/ATen.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cache/weight_set.h"
@@ -10,6 +11,7 @@
 #include "server/image_codec.h"
 #include "server/sha256.h"
 #include "tests/stress/in_process_server.h"
+#include "tests/stress/weight_editor.h"
 
 namespace latentd {
 namespace {
@@ -64,20 +66,32 @@ std::map<std::string, std::string> HashesOfWeights(InProcessServer& server) {
   return hashes;
 }
 
-TEST(Stacks, TwoHundredSequencesOfLoraSetsGiveThePicturesOfAFreshServer) {
-  const std::vector<Set> sets = TheSets();
+// What a run of many sequences is made of.
+struct Stacks {
+  Config config;
+  std::string model = kDemoModel;
+  std::vector<Set> sets;
+  int sequences = kSequences;
+};
+
+void RunStacks(const Stacks& stacks) {
+  const std::vector<Set>& sets = stacks.sets;
   std::vector<std::vector<std::string>> expected(sets.size());
   for (size_t i = 0; i < sets.size(); ++i) {
     for (bool from_image : {false, true}) {
-      InProcessServer fresh(InProcessServer::DefaultConfig({"cpu"}));
-      const Outcome outcome = fresh.Generate(JobOf(from_image), sets[i].loras, sets[i].mode);
+      Config config = stacks.config;
+      config.devices = {"cpu"};
+      InProcessServer fresh(config);
+      const Outcome outcome = fresh.Generate(JobOf(from_image), sets[i].loras, sets[i].mode, stacks.model);
       ASSERT_TRUE(outcome.status.ok()) << outcome.status;
       expected[i].push_back(outcome.sha256.at(0));
     }
   }
 
-  InProcessServer server(InProcessServer::DefaultConfig({"sim:0=64MiB", "sim:1=24MiB"}));
-  for (bool from_image : {false, true}) ASSERT_TRUE(server.Generate(JobOf(from_image)).status.ok());
+  InProcessServer server(stacks.config);
+  for (bool from_image : {false, true}) {
+    ASSERT_TRUE(server.Generate(JobOf(from_image), {}, v1::PATCH_MODE_UNSPECIFIED, stacks.model).status.ok());
+  }
   const auto before = HashesOfWeights(server);
   ASSERT_EQ(before.size(), 4u);
   std::atomic<int64_t> pictures = 0;
@@ -85,8 +99,8 @@ TEST(Stacks, TwoHundredSequencesOfLoraSetsGiveThePicturesOfAFreshServer) {
   for (int t = 0; t < kSessions; ++t) {
     threads.emplace_back([&, t] {
       std::mt19937 random(static_cast<uint32_t>(17 + t));
-      for (int i = t; i < kSequences; i += kSessions) {
-        InProcessServer::Session session = server.Open();
+      for (int i = t; i < stacks.sequences; i += kSessions) {
+        InProcessServer::Session session = server.Open({}, v1::PATCH_MODE_UNSPECIFIED, stacks.model);
         for (int j = 0; j < kJobsPerSequence; ++j) {
           const size_t set = random() % sets.size();
           const bool from_image = random() % 2 == 1;
@@ -102,10 +116,53 @@ TEST(Stacks, TwoHundredSequencesOfLoraSetsGiveThePicturesOfAFreshServer) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(pictures, kSequences * kJobsPerSequence);
+  EXPECT_EQ(pictures, stacks.sequences * kJobsPerSequence);
   EXPECT_EQ(server.WhatIsNotAtRest(), "");
   EXPECT_EQ(HashesOfWeights(server), before) << "a base weight was written to";
   std::cout << pictures << " pictures of " << sets.size() << " sets\n";
+}
+
+TEST(Stacks, TwoHundredSequencesOfLoraSetsGiveThePicturesOfAFreshServer) {
+  RunStacks({.config = InProcessServer::DefaultConfig({"sim:0=64MiB", "sim:1=24MiB"}), .sets = TheSets()});
+}
+
+// A model with every other matrix in 8-bit floats, and a LoRA of which a part is merged in all modes: what
+// else is merged depends on the mode.
+TEST(Stacks, MixedStorageInAllModesGivesThePicturesOfAFreshServer) {
+  const ModelCopies copies({"mixed"});
+  EditTensors(absl::StrCat(copies.root(), "/mixed/transformer/diffusion_pytorch_model.safetensors"),
+              [](NamedTensors& tensors) {
+                int matrices = 0;
+                for (auto& [name, tensor] : tensors) {
+                  if (tensor.dim() == 2 && ++matrices % 2 == 0) tensor = tensor.to(at::kFloat8_e4m3fn);
+                }
+              });
+  Stacks stacks{.config = InProcessServer::DefaultConfig({"sim:0=64MiB", "sim:1=24MiB"}),
+                .model = "mixed",
+                .sets = {},
+                .sequences = 60};
+  stacks.config.model_roots = {copies.root()};
+  stacks.config.lora_roots.push_back(copies.root());
+  NamedTensors file = ReadTensors("deploy/demo/loras/dusk.safetensors");
+  const NamedTensors layers = file;
+  int pairs = 0;
+  for (const auto& [name, down] : layers) {
+    const size_t end = name.find(".lora_A.weight");
+    if (end == std::string::npos || ++pairs % 3 != 0) continue;
+    const std::string layer = name.substr(0, end), up = layer + ".lora_B.weight";
+    file[layer + ".diff"] = layers.at(up).to(at::kFloat).mm(down.to(at::kFloat));
+    for (const std::string& gone : {name, up, layer + ".alpha"}) file.erase(gone);
+  }
+  ASSERT_GT(pairs, 3);
+  WriteTensors(absl::StrCat(copies.root(), "/half-full.safetensors"), file);
+  for (const v1::PatchMode mode : {v1::PATCH_MODE_DIRECT, v1::PATCH_MODE_AUTO, v1::PATCH_MODE_SIDECAR}) {
+    stacks.sets.push_back({{}, mode});
+    for (double weight : {1.0, 0.5}) {
+      stacks.sets.push_back({{Lora("half-full", weight)}, mode});
+      stacks.sets.push_back({{Lora("half-full", weight), Lora("checker", weight)}, mode});
+    }
+  }
+  RunStacks(stacks);
 }
 
 }  // namespace
