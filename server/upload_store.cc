@@ -311,17 +311,27 @@ std::optional<UploadStore::File> UploadStore::Current(const std::string& name) {
   return std::nullopt;
 }
 
+absl::Status UploadStore::LearnHash(const std::string& name, const UploadHeader& header) {
+  std::optional<File> there;
+  {
+    MutexLock lock(&disk_mu_);
+    there = Current(name);
+  }
+  if (!there || there->bytes != header.size || !there->sha256.empty()) return absl::OkStatus();
+  absl::StatusOr<std::string> sum = HashOf(PathOf(name));
+  // What it is matters to nobody who replaces it.
+  if (!sum.ok()) return header.replace ? absl::OkStatus() : sum.status();
+  MutexLock lock(&disk_mu_);
+  std::optional<File> now = Current(name);
+  if (!now || now->bytes != there->bytes || now->mtime_ns != there->mtime_ns) return absl::OkStatus();
+  now->sha256 = *std::move(sum);
+  Set(name, *now);
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::optional<StoredUpload>> UploadStore::TakeIfSame(const std::string& name, File file,
                                                                     const UploadHeader& header) {
-  if (file.bytes == header.size) {
-    if (file.sha256.empty()) {
-      absl::StatusOr<std::string> sum = HashOf(PathOf(name));
-      // What it is matters to nobody who replaces it.
-      if (!sum.ok() && !header.replace) return sum.status();
-      if (sum.ok()) file.sha256 = *std::move(sum);
-    }
-    if (file.sha256 == header.sha256) return Renew(name, std::move(file), header);
-  }
+  if (file.bytes == header.size && file.sha256 == header.sha256) return Renew(name, std::move(file), header);
   if (!header.replace) return Exists(name);
   return std::nullopt;
 }
@@ -393,6 +403,7 @@ absl::StatusOr<std::variant<StoredUpload, std::unique_ptr<UploadStore::Incoming>
   absl::AsciiStrToLower(&header.sha256);
   ASSIGN_OR_RETURN(const std::string name, NameOf(header.name));
   RETURN_IF_ERROR(CheckHeader(header));
+  RETURN_IF_ERROR(LearnHash(name, header));
   {
     MutexLock lock(&disk_mu_);
     if (const std::optional<File> there = Current(name)) {
@@ -477,6 +488,7 @@ absl::StatusOr<StoredUpload> UploadStore::Incoming::Finish(const std::function<b
   const std::string note = absl::StrCat(folder_, "/", kNote);
   RETURN_IF_ERROR(store_->WriteNote(note, file));
   bool replaced = false;
+  RETURN_IF_ERROR(store_->LearnHash(name_, header_));
   {
     MutexLock lock(&store_->disk_mu_);
     // Another upload may have come first.

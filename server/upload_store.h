@@ -158,6 +158,10 @@ class UploadStore {
 
   // The file of that name if it is still as it was; otherwise it is forgotten.
   std::optional<File> Current(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(disk_mu_);
+  // Computes what is not known of the file of that name and would have to be, for an upload of `header`.
+  // Reads the file, which others may use or replace meanwhile. Errors: those of reading it, unless it may be
+  // replaced.
+  absl::Status LearnHash(const std::string& name, const UploadHeader& header) ABSL_LOCKS_EXCLUDED(disk_mu_);
   // That file, renewed, when it is what `header` says; nothing when an upload may replace it.
   absl::StatusOr<std::optional<StoredUpload>> TakeIfSame(const std::string& name, File file,
                                                          const UploadHeader& header)
