@@ -9,7 +9,7 @@
 namespace latentd {
 namespace {
 
-constexpr size_t kPoints = 5;
+constexpr size_t kPoints = 6;
 std::atomic<int> armed_point{-1};
 std::atomic<int64_t> countdown{0};
 std::array<std::atomic<int64_t>, kPoints> passed{};
@@ -27,6 +27,8 @@ absl::Status Failure(FaultPoint point, absl::string_view what) {
       return MakeError(absl::StatusCode::kNotFound, "FILE_NOT_FOUND", message);
     case FaultPoint::kRead:
       return MakeError(absl::StatusCode::kDataLoss, "FILE_TRUNCATED", message);
+    case FaultPoint::kWatch:
+      return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_WATCHES", message);
   }
   return absl::InternalError(message);
 }

@@ -21,6 +21,7 @@ enum class FaultPoint {
   kCopy,      // bytes to a device: INTERNAL COPY_FAILED
   kOpen,      // a file: NOT_FOUND FILE_NOT_FOUND
   kRead,      // a tensor of a file: DATA_LOSS FILE_TRUNCATED
+  kWatch,     // a watch of a file: RESOURCE_EXHAUSTED OUT_OF_WATCHES
 };
 
 class FaultInjector {

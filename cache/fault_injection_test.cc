@@ -42,6 +42,7 @@ TEST(FaultInjection, EveryPointHasTheErrorThatItHasInEarnest) {
       {FaultPoint::kCopy, absl::StatusCode::kInternal, "COPY_FAILED"},
       {FaultPoint::kOpen, absl::StatusCode::kNotFound, "FILE_NOT_FOUND"},
       {FaultPoint::kRead, absl::StatusCode::kDataLoss, "FILE_TRUNCATED"},
+      {FaultPoint::kWatch, absl::StatusCode::kResourceExhausted, "OUT_OF_WATCHES"},
   };
   for (const auto& c : kCases) {
     FaultInjector::Arm(c.point, 1);
