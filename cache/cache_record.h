@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -125,6 +126,7 @@ struct CacheRecord {
 
   // The rest is guarded by ModelCache::mu_.
   std::weak_ptr<Accounted> accounted;
+  std::set<std::string> names;  // Loader::name of all who asked for it
   Holders holders;
   std::map<Device*, Residency> residency;
   GreedyDual::Worth worth;

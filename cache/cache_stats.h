@@ -24,6 +24,7 @@ struct ResidencyStats {
 
 struct RecordStats {
   ModelKey key;
+  std::vector<std::string> names;  // ids of the models that share it, sorted; none: its key is its name
   std::string kind;
   MemoryUse use = MemoryUse::kWeights;
   int64_t bytes = 0;
@@ -47,6 +48,7 @@ absl::string_view EvictReasonName(EvictReason reason);  // "room", "trim", "drop
 
 struct Eviction {
   ModelKey key;
+  std::vector<std::string> names;  // as of RecordStats
   int64_t bytes = 0;
   EvictReason reason = EvictReason::kRoom;
   absl::Time time;

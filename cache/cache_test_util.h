@@ -84,8 +84,11 @@ class Blob : public Resource {
   }
   absl::Status Check() const override { return broken ? absl::DataLossError("cut short") : absl::OkStatus(); }
 
+  bool at_its_place() const override { return !elsewhere; }
+
   std::function<absl::Status()> on_copy;  // called when a copy begins; set before the blob is shared
   std::atomic<bool> broken = false;
+  std::atomic<bool> elsewhere = false;  // its file is not at its place any more
 
  private:
   const int64_t bytes_;

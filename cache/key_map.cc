@@ -3,6 +3,8 @@
 #include <set>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 
@@ -87,6 +89,15 @@ std::vector<std::string> KeyMap::NativeModules(const ComponentLayout& layout) co
     }
   }
   return modules;
+}
+
+std::string KeyMap::ToString() const {
+  std::string text;
+  for (const KeyRule& rule : rules_) {
+    absl::StrAppend(&text, rule.native, ">", absl::StrJoin(rule.canonical, ","), ">",
+                    static_cast<int>(rule.transform), "|");
+  }
+  return text;
 }
 
 }  // namespace latentd

@@ -50,6 +50,9 @@ class KeyMap {
   // the layout has none of the parts.
   std::vector<KeyPart> Resolve(absl::string_view native_module, const ComponentLayout& layout) const;
 
+  // All that Resolve depends on, as a text.
+  std::string ToString() const;
+
   // All native module paths that exist for `layout` (for each block number). Used to undo flattened names.
   std::vector<std::string> NativeModules(const ComponentLayout& layout) const;
 

@@ -43,6 +43,7 @@ struct ModelCache::Loading {
   bool others_try = false;      // guarded by mu_: the error is about the caller who loaded, not about the key
   bool drop_when_done = false;  // guarded by mu_: the key, or a source, was dropped meanwhile
   std::vector<std::string> sources;  // constant
+  std::set<std::string> names;       // guarded by mu_: of all who want it
   // Guarded by mu_. They get their locks together with the one who loads, and not when they get to run: until
   // then the record could be evicted.
   std::vector<Waiter*> waiters;
@@ -80,6 +81,19 @@ bool MadeFrom(const std::vector<std::string>& sources, const ModelKey& pattern) 
   return std::any_of(sources.begin(), sources.end(), [&](const std::string& id) {
     return pattern.Covers({id, ""});
   });
+}
+
+void AddName(std::set<std::string>& names, const std::string& name) {
+  if (!name.empty()) names.insert(name);
+}
+
+// Takes off the names that `pattern` covers. True when that leaves none.
+bool TakeNames(std::set<std::string>& names, const std::string& component, const ModelKey& pattern) {
+  return std::erase_if(names,
+                       [&](const std::string& name) {
+                         return pattern.Covers({name, component});
+                       }) > 0 &&
+         names.empty();
 }
 
 absl::Status ShuttingDown() {
@@ -180,7 +194,8 @@ void ModelCache::Evict(const RecordPtr& record, EvictReason reason) {
   // What goes for another reason than its place in the order says nothing about the worth of the rest.
   if (reason == EvictReason::kRoom || reason == EvictReason::kTrim) order_.Evict(record->worth);
   ++counters_.evictions[static_cast<size_t>(reason)];
-  recent_.push_back({record->key, record->bytes, reason, clock_()});
+  recent_.push_back(
+      {record->key, {record->names.begin(), record->names.end()}, record->bytes, reason, clock_()});
   if (recent_.size() > kRecentEvictions) recent_.pop_front();
   if (!record->holders.empty()) {
     stale_.insert(record);
@@ -275,10 +290,17 @@ void ModelCache::WillEnd(const std::string& owner) {
   ram_->NotifyReclaimable();
 }
 
-std::vector<ModelCache::RecordPtr> ModelCache::Covered(const ModelKey& pattern) const {
+std::vector<ModelCache::RecordPtr> ModelCache::Covered(const ModelKey& pattern, bool held_stay) {
   std::vector<RecordPtr> covered;
   for (const auto& [key, record] : index_) {
-    if (pattern.Covers(key) || MadeFrom(record->sources, pattern)) covered.push_back(record);
+    if (pattern.Covers(key) || MadeFrom(record->sources, pattern)) {
+      covered.push_back(record);
+    } else if (!record->names.empty()) {
+      std::set<std::string> left = record->names;
+      const bool last = TakeNames(left, key.component, pattern);
+      if (last) covered.push_back(record);
+      if (!last || !held_stay || record->holders.empty()) record->names = std::move(left);
+    }
   }
   return covered;
 }
@@ -287,7 +309,7 @@ DropResult ModelCache::Drop(const ModelKey& pattern) {
   DropResult result;
   std::vector<RecordPtr> covered;  // ends after the mutex is let go
   MutexLock lock(&mu_);
-  covered = Covered(pattern);
+  covered = Covered(pattern, /*held_stay=*/false);
   for (const RecordPtr& record : covered) {
     const bool held = !record->holders.empty();
     ++(held ? result.stale_records : result.evicted_records);
@@ -295,7 +317,10 @@ DropResult ModelCache::Drop(const ModelKey& pattern) {
     Evict(record, EvictReason::kDrop);
   }
   for (auto& [key, loading] : loading_) {
-    if (pattern.Covers(key) || MadeFrom(loading->sources, pattern)) loading->drop_when_done = true;
+    if (pattern.Covers(key) || MadeFrom(loading->sources, pattern) ||
+        TakeNames(loading->names, key.component, pattern)) {
+      loading->drop_when_done = true;
+    }
   }
   return result;
 }
@@ -304,7 +329,7 @@ DropResult ModelCache::Unload(const ModelKey& pattern) {
   DropResult result;
   std::vector<RecordPtr> covered;
   MutexLock lock(&mu_);
-  covered = Covered(pattern);
+  covered = Covered(pattern, /*held_stay=*/true);
   for (const RecordPtr& record : covered) {
     if (!record->holders.empty()) {
       ++result.busy_records;
@@ -315,6 +340,28 @@ DropResult ModelCache::Unload(const ModelKey& pattern) {
     Evict(record, EvictReason::kDrop);
   }
   return result;
+}
+
+DropResult ModelCache::DropUnfit() {
+  std::vector<std::pair<ModelKey, std::shared_ptr<const Resource>>> all;
+  {
+    MutexLock lock(&mu_);
+    for (const auto& [key, record] : index_) all.emplace_back(key, record->resource);
+  }
+  DropResult sum;
+  for (auto& [key, resource] : all) {
+    const bool changed = !resource->Check().ok();
+    const bool gone = !changed && !resource->at_its_place();
+    resource = nullptr;
+    if (!changed && !gone) continue;
+    const DropResult one = changed ? Drop({key.id, ""}) : Unload(key);
+    sum.evicted_records += one.evicted_records;
+    sum.evicted_bytes += one.evicted_bytes;
+    sum.stale_records += one.stale_records;
+    sum.stale_bytes += one.stale_bytes;
+    sum.busy_records += one.busy_records;
+  }
+  return sum;
 }
 
 // -------------------------------------------------------------------------------------------------- locks
@@ -363,6 +410,7 @@ absl::StatusOr<LockHandle> ModelCache::Lock(const ModelKey& key, const Loader& l
     if (shutting_down_) return ShuttingDown();
     if (auto it = index_.find(key); it != index_.end()) {
       ++counters_.hits;
+      AddName(it->second->names, loader.name);
       return AddLock(it->second, options.owner, options.lasting);
     }
   }
@@ -385,6 +433,7 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
     if (shutting_down_) return ShuttingDown();
     if (auto it = index_.find(key); it != index_.end()) {
       ++counters_.hits;
+      AddName(it->second->names, loader.name);
       return AddLock(it->second, options.owner, options.lasting);
     }
     auto [it, inserted] = loading_.try_emplace(key);
@@ -395,6 +444,7 @@ absl::StatusOr<LockHandle> ModelCache::LockWith(const ModelKey& key, const Loade
       mine = true;
     }
     loading = it->second;
+    AddName(loading->names, loader.name);
     ++loading->wanted;
     if (!mine) {
       // What this owner holds meanwhile is in the way of the load, should that wait for memory.
@@ -513,6 +563,7 @@ absl::StatusOr<LockHandle> ModelCache::Load(const ModelKey& key, const Loader& l
     return record.status();
   }
   (*record)->accounted.lock()->memory.Commit();
+  (*record)->names = loading->names;
   counters_.bytes_loaded += (*record)->bytes;
   if (loading->drop_when_done) {
     stale_.insert(*record);
@@ -539,6 +590,7 @@ absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const Loc
       auto it = index_.find(requests[i].key);
       if (it != index_.end()) {
         ++counters_.hits;
+        AddName(it->second->names, requests[i].loader.name);
         handles[i] = AddLock(it->second, options.owner, options.lasting);
       } else {
         missing.push_back(i);
@@ -570,6 +622,7 @@ absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const Loc
 RecordStats ModelCache::Describe(const CacheRecord& record, bool stale) const {
   RecordStats r;
   r.key = record.key;
+  r.names.assign(record.names.begin(), record.names.end());
   r.kind = record.kind;
   r.use = record.use;
   r.bytes = record.bytes;

@@ -83,6 +83,9 @@ struct Loader {
   std::function<absl::StatusOr<std::shared_ptr<const Resource>>(const LoadContext&)> load = {};
   MemoryUse use = MemoryUse::kWeights;    // one of those that records are made of
   std::vector<std::string> sources = {};  // ids of what it was made from: dropping one of them drops it too
+  // Of a record that several models may share: the id of the one that asks. Dropping it drops the record when
+  // nobody else has asked for it by another name. Empty: the record's key is its only name.
+  std::string name = {};
 };
 
 struct LockOptions {
@@ -161,11 +164,15 @@ class ModelCache : public Reclaimer {
   void WillEnd(const std::string& owner);
 
   // Removes what `pattern` covers (ModelKey::Covers), and what was made from it: unlocked records now, locked
-  // ones when their last handle goes.
+  // ones when their last handle goes. Of records with names (Loader::name), those that it leaves none.
   DropResult Drop(const ModelKey& pattern);
 
   // Removes what `pattern` covers and nobody holds; the rest stays, and can be locked again.
   DropResult Unload(const ModelKey& pattern);
+
+  // Drops what cannot be trusted any more (Resource::Check), and what was made from it; unloads what is not
+  // at its place. Looks at files: not from an RPC or executor thread.
+  DropResult DropUnfit();
 
   // Evicts unlocked records in order until `bytes` are freed. Returns the bytes freed.
   int64_t Trim(int64_t bytes);
@@ -214,8 +221,9 @@ class ModelCache : public Reclaimer {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Unlock(RecordPtr record, const std::string& owner, bool lasting, bool counts);
 
-  // What `pattern` covers, and what was made from it.
-  std::vector<RecordPtr> Covered(const ModelKey& pattern) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // What `pattern` covers, and what was made from it. Takes names off that it covers; not from records that
+  // are held, where those are to stay.
+  std::vector<RecordPtr> Covered(const ModelKey& pattern, bool held_stay) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Unlocked records in the order in which they go, as many as free `bytes`; all, when they do not.
   std::vector<RecordPtr> Victims(int64_t bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Takes a record out of the index; the caller lets the pointer go after the mutex.

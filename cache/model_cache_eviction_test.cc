@@ -157,6 +157,142 @@ TEST_F(EvictionTest, WhatWasMadeFromARecordGoesWithIt) {
   ExpectEmpty();
 }
 
+// ------------------------------------------------------------------------------ records that models share
+
+class SharedTest : public CacheTest {
+ protected:
+  // Locks the record for a model of that name.
+  LockHandle LockFor(const std::string& name, const std::string& record = "weights") {
+    Loader loader = Load(10);
+    loader.name = name;
+    auto handle = cache.Lock({record, "vae"}, loader, {.owner = name});
+    EXPECT_TRUE(handle.ok()) << handle.status();
+    return *std::move(handle);
+  }
+};
+
+TEST_F(SharedTest, OneRecordHasTheNamesOfAllWhoAskedForIt) {
+  LockFor("a").Release();
+  LockFor("b").Release();
+  LockRequest request{{"weights", "vae"}, Load(10)};
+  request.loader.name = "c";
+  ASSERT_TRUE(cache.LockAll({request}, {.owner = "me"}).ok());
+  EXPECT_EQ(loads, 1);
+  EXPECT_THAT(Record("weights").names, ElementsAre("a", "b", "c"));
+}
+
+TEST_F(SharedTest, WhoWaitedForALoadHasANameAsWell) {
+  Loader first = LoadWhenTold(10), second = Load(10);
+  first.name = "a";
+  second.name = "b";
+  std::thread loader([&] { EXPECT_TRUE(cache.Lock({"weights", "vae"}, first, {.owner = "a"}).ok()); });
+  WaitUntil([&] { return loading.load(); });
+  std::thread waiter([&] { EXPECT_TRUE(cache.Lock({"weights", "vae"}, second, {.owner = "b"}).ok()); });
+  WaitUntil([&] { return Waits("b"); });
+  go_on = true;
+  loader.join();
+  waiter.join();
+  EXPECT_THAT(Record("weights").names, ElementsAre("a", "b"));
+}
+
+TEST_F(SharedTest, ItGoesWithItsLastName) {
+  for (const bool drop : {true, false}) {
+    LockFor("a").Release();
+    LockFor("b").Release();
+    const auto take = [&](const std::string& name) {
+      const DropResult result = drop ? cache.Drop({name, ""}) : cache.Unload({name, ""});
+      return result.evicted_records;
+    };
+    EXPECT_EQ(take("c"), 0);
+    EXPECT_EQ(take("a"), 0);
+    EXPECT_THAT(Record("weights").names, ElementsAre("b"));
+    EXPECT_EQ(take("a"), 0);
+    EXPECT_EQ(take("b"), 1);
+    ExpectEmpty();
+  }
+}
+
+TEST_F(SharedTest, DroppedWhileItIsHeldItGoesWithItsHolderUnlessAnotherNameIsLeft) {
+  LockHandle a = LockFor("a");
+  LockFor("b").Release();
+  EXPECT_EQ(cache.Drop({"a", ""}).stale_records, 0);
+  EXPECT_EQ(cache.Drop({"b", ""}).stale_records, 1);
+  a.Release();
+  ExpectEmpty();
+}
+
+TEST_F(SharedTest, UnloadingKeepsTheNameOfWhatIsHeld) {
+  LockHandle a = LockFor("a");
+  EXPECT_EQ(cache.Unload({"a", ""}).busy_records, 1);
+  EXPECT_THAT(Record("weights").names, ElementsAre("a"));
+  a.Release();
+  EXPECT_EQ(cache.Unload({"a", ""}).evicted_records, 1);
+}
+
+TEST_F(SharedTest, DroppedWhileItLoadsItIsStaleUnlessAnotherNameWantsIt) {
+  for (const bool another : {false, true}) {
+    loading = go_on = false;
+    Loader mine = LoadWhenTold(10), theirs = Load(10);
+    mine.name = "a";
+    theirs.name = "b";
+    std::thread loader([&] { EXPECT_TRUE(cache.Lock({"weights", "vae"}, mine, {.owner = "a"}).ok()); });
+    WaitUntil([&] { return loading.load(); });
+    std::thread waiter;
+    if (another) {
+      waiter = std::thread([&] { EXPECT_TRUE(cache.Lock({"weights", "vae"}, theirs, {.owner = "b"}).ok()); });
+      WaitUntil([&] { return Waits("b"); });
+    }
+    cache.Drop({"a", ""});
+    go_on = true;
+    loader.join();
+    if (another) waiter.join();
+    EXPECT_EQ(Ids(), another ? std::vector<std::string>{"weights"} : std::vector<std::string>{});
+  }
+}
+
+// -------------------------------------------------------------------------------- files that change and go
+
+class UnfitTest : public CacheTest {
+ protected:
+  std::shared_ptr<Blob> Insert(const ModelKey& key, std::vector<std::string> sources = {}) {
+    auto blob = std::make_shared<Blob>(kUnit, &alive);
+    Reservation memory = *ram.TryReserve({.bytes = kUnit, .use = MemoryUse::kWeights, .owner = "me"});
+    EXPECT_TRUE(cache.Insert(key, "test", blob, std::move(memory), 0, "me", std::move(sources)).ok());
+    return blob;
+  }
+};
+
+TEST_F(UnfitTest, WhatChangedGoesWithWhatWasMadeFromIt) {
+  auto changed = Insert({"a", "unet"});
+  Insert({"a", "unet/merged"});
+  Insert({"m", "conditioning"}, {"a"});
+  Insert({"b", ""});
+  EXPECT_EQ(cache.DropUnfit().evicted_records, 0);
+  changed->broken = true;
+  EXPECT_EQ(cache.DropUnfit().evicted_records, 3);
+  EXPECT_THAT(Ids(), ElementsAre("b"));
+}
+
+TEST_F(UnfitTest, WhatChangedIsStaleWhileItIsHeld) {
+  auto changed = Insert({"a", ""});
+  LockHandle held = cache.TryLock({"a", ""}, "me");
+  changed->broken = true;
+  EXPECT_EQ(cache.DropUnfit().stale_records, 1);
+  EXPECT_FALSE(cache.TryLock({"a", ""}, "me"));
+}
+
+TEST_F(UnfitTest, WhatIsElsewhereGoesUnlessItIsHeld) {
+  auto gone = Insert({"a", ""});
+  Insert({"m", "conditioning"}, {"a"});
+  gone->elsewhere = true;
+  LockHandle held = cache.TryLock({"a", ""}, "me");
+  EXPECT_EQ(cache.DropUnfit().busy_records, 1);
+  EXPECT_TRUE(cache.TryLock({"a", ""}, "me"));
+  held.Release();
+  cache.DropUnfit();
+  EXPECT_THAT(Ids(), IsEmpty());
+}
+
 TEST_F(EvictionTest, WhatNobodyUsedForLongGoes) {
   MustLock("old", 10).Release();
   LockHandle held = MustLock("held", 10);

@@ -37,8 +37,12 @@ class Resource {
                                                                  const Resource* have,
                                                                  std::stop_token stop) const = 0;
 
-  // OK while the bytes can be trusted; DATA_LOSS once a mapped file turned out to be cut short.
+  // OK while the bytes can be trusted; the errors of MappedFile::Check once the file behind them changed.
+  // Looks at the file each time.
   virtual absl::Status Check() const { return absl::OkStatus(); }
+
+  // False when the file that it is of has left its place, so that nobody who comes anew asks for this.
+  virtual bool at_its_place() const { return true; }
 };
 
 }  // namespace latentd

@@ -55,12 +55,6 @@ at::ScalarType ToScalarType(DType dtype) {
   return at::kFloat;
 }
 
-absl::Status Truncated(const std::string& base) {
-  return MakeError(absl::StatusCode::kDataLoss, "FILE_TRUNCATED",
-                   absl::StrCat(base, " was cut short while it was in use; restore the file"),
-                   {{"file", base}});
-}
-
 std::string BaseName(const std::string& path) { return fs::path(path).filename().string(); }
 
 // Pickles and zip archives (which PyTorch's are) by their first bytes, whatever the file is called.
@@ -76,6 +70,8 @@ uint64_t Fnv1a(absl::string_view text, uint64_t hash = 14695981039346656037ull) 
   for (unsigned char c : text) hash = (hash ^ c) * 1099511628211ull;
   return hash;
 }
+
+std::string Digest(absl::string_view text) { return absl::StrCat(absl::Hex(Fnv1a(text), absl::kZeroPad16)); }
 
 // An aligned copy of mapped bytes; undefined without memory. Source pages of large ones are let go, so that a
 // load peaks at its size and one tensor.
@@ -97,8 +93,9 @@ absl::StatusOr<std::string> PickFile(const fs::path& folder) {
   std::error_code ec;
   std::vector<std::string> indexes;
   std::vector<std::string> files;
-  for (const auto& entry : fs::directory_iterator(folder, ec)) {
-    const std::string name = entry.path().filename().string();
+  for (auto it = fs::directory_iterator(folder, ec); !ec && it != fs::directory_iterator();
+       it.increment(ec)) {
+    const std::string name = it->path().filename().string();
     if (absl::EndsWith(name, ".safetensors.index.json")) indexes.push_back(name);
     if (absl::EndsWith(name, ".safetensors")) files.push_back(name);
   }
@@ -116,6 +113,7 @@ absl::StatusOr<std::string> PickFile(const fs::path& folder) {
   }
   if (!whole.empty()) return (folder / pick(whole)).string();
   if (!indexes.empty()) return (folder / pick(indexes)).string();
+  RETURN_IF_ERROR(CheckDescriptors());  // without one a folder cannot be read
   return MakeError(absl::StatusCode::kNotFound, "FILE_NOT_FOUND",
                    absl::StrCat("no .safetensors file in ", folder.filename().string()));
 }
@@ -133,7 +131,7 @@ absl::Status WeightFiles::AddFile(const std::string& path) {
                          8 + std::min<uint64_t>(length, static_cast<uint64_t>(kMaxSafetensorsHeader))));
   auto header = ParseSafetensorsHeader(
       absl::string_view(reinterpret_cast<const char*>(mapping->data()), take), mapping->size());
-  if (mapping->truncated()) return Truncated(base);
+  RETURN_IF_ERROR(mapping->Check());
   // Asked only now: the header length of a good file can read like the start of a pickle.
   if (!header.ok() && LooksLikePickle(mapping->data(), mapping->size())) {
     return MakeError(absl::StatusCode::kFailedPrecondition, "UNSAFE_FILE",
@@ -147,15 +145,19 @@ absl::Status WeightFiles::AddFile(const std::string& path) {
 }
 
 void WeightFiles::Finish() {
-  uint64_t hash = Fnv1a("latentd");
+  std::vector<std::string> identities;
   for (size_t f = 0; f < files_.size(); ++f) {
-    hash = Fnv1a(absl::StrCat(BaseName(files_[f].path), "|", files_[f].mapping->identity(), "|"), hash);
+    identities.push_back(files_[f].mapping->identity());
     for (const TensorInfo& info : files_[f].infos) {
       tensors_[info.name] = {&info, static_cast<int>(f)};
       tensor_bytes_ += info.bytes;
     }
   }
-  fingerprint_ = absl::StrCat(absl::Hex(hash, absl::kZeroPad16));
+  fingerprint_ = Digest(absl::StrJoin(identities, "|"));
+}
+
+std::string WeightFiles::FingerprintAt(const std::string& path) {
+  return Digest(MappedFile::IdentityAt(path));
 }
 
 absl::StatusOr<std::shared_ptr<const WeightFiles>> WeightFiles::Open(const std::string& path) {
@@ -180,9 +182,17 @@ absl::StatusOr<std::shared_ptr<const WeightFiles>> WeightFiles::Open(const std::
 
 absl::Status WeightFiles::Check() const {
   for (const File& file : files_) {
-    if (file.mapping->truncated()) return Truncated(BaseName(file.path));
+    RETURN_IF_ERROR(file.mapping->Check());
   }
   return absl::OkStatus();
+}
+
+bool WeightFiles::at_its_place() const {
+  return std::all_of(files_.begin(), files_.end(), [](const File& f) { return f.mapping->at_its_place(); });
+}
+
+void WeightFiles::TakeSamples() const {
+  for (const File& file : files_) file.mapping->TakeSamples();
 }
 
 absl::StatusOr<at::Tensor> WeightFiles::Read(absl::string_view name, bool compute) const {
@@ -204,7 +214,7 @@ absl::StatusOr<at::Tensor> WeightFiles::Read(absl::string_view name, bool comput
     return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
                      absl::StrCat("no memory for tensor ", info.name, " of ", info.bytes, " bytes"));
   }
-  if (file.mapping->truncated()) return Truncated(BaseName(file.path));
+  if (file.mapping->truncated()) RETURN_IF_ERROR(file.mapping->Check());
   return copy;
 }
 
@@ -310,27 +320,103 @@ absl::Status AddAssignments(absl::string_view source, absl::string_view name, co
   return absl::OkStatus();
 }
 
+// Where each weight of a layout comes from: by slot, the first one counts.
+struct Sources {
+  std::vector<std::vector<Assigned>> by_slot;
+  std::vector<std::string> unused;
+  std::map<std::string, std::string> scales;  // by module, the tensor that holds it
+};
+
+absl::StatusOr<Sources> FindSources(const WeightFiles& files, const ComponentLayout& layout,
+                                    const KeyMap* key_map, absl::string_view prefix) {
+  Sources sources;
+  sources.by_slot.resize(layout.tensors().size());
+  for (const auto& [source, entry] : files.tensors()) {
+    absl::string_view name = source;
+    if (!prefix.empty() && !absl::ConsumePrefix(&name, prefix)) continue;
+    if (std::string module; IsScale(source, &module)) {
+      if (!module.empty()) sources.scales[module] = source;
+      continue;
+    }
+    bool used = false;
+    RETURN_IF_ERROR(AddAssignments(source, name, layout, key_map, sources.by_slot, used));
+    if (!used) sources.unused.push_back(source);
+  }
+  return sources;
+}
+
+// Bytes of a weight that comes from there.
+int64_t BytesOf(const Assigned& from, const TensorInfo& info) {
+  if (from.rows < 0 || info.shape.empty() || info.shape[0] <= 0) return info.bytes;
+  return std::min(info.bytes, info.bytes / info.shape[0] * from.rows);
+}
+
+// Whether a weight lies where the file has it. What does not is a copy of its own.
+bool IsAlias(const Assigned& from, const TensorInfo& info) {
+  return info.offset % static_cast<int64_t>(ElementSize(info.dtype)) == 0 &&
+         (from.transform == KeyTransform::kNone || from.transform == KeyTransform::kSqueezeConv);
+}
+
 }  // namespace
+
+std::map<DType, int64_t> WeightBytesByType(const WeightFiles& files, const ComponentLayout& layout,
+                                           const KeyMap* key_map, absl::string_view prefix) {
+  std::map<DType, int64_t> bytes;
+  const auto sources = FindSources(files, layout, key_map, prefix);
+  if (!sources.ok()) return bytes;
+  std::map<std::pair<int, int64_t>, int64_t> aliases;  // file and offset → bytes: tied weights are there once
+  for (const std::vector<Assigned>& assigned : sources->by_slot) {
+    if (assigned.empty()) continue;
+    const Assigned& from = assigned.front();
+    const WeightFiles::Entry& entry = files.tensors().at(from.source);
+    const TensorInfo& info = *entry.info;
+    const int64_t own = BytesOf(from, info);
+    if (!IsAlias(from, info)) {
+      bytes[info.dtype] += own;
+      continue;
+    }
+    const int64_t row = from.rows > 0 ? own / from.rows : 0;
+    int64_t& there = aliases[{entry.file, info.offset + row * from.row_begin}];
+    bytes[info.dtype] += std::max<int64_t>(0, own - there);
+    there = std::max(there, own);
+  }
+  return bytes;
+}
+
+int64_t WeightBytes(const WeightFiles& files, const ComponentLayout& layout, const KeyMap* key_map,
+                    absl::string_view prefix) {
+  int64_t sum = 0;
+  for (const auto& [type, bytes] : WeightBytesByType(files, layout, key_map, prefix)) sum += bytes;
+  return sum;
+}
+
+std::string WeightsFingerprint(const WeightFiles& files, const ComponentLayout& layout, const KeyMap* key_map,
+                               absl::string_view prefix) {
+  uint64_t hash = Fnv1a(absl::StrCat(files.fingerprint(), "|", prefix, "|"));
+  for (const ComponentLayout::Block& block : layout.blocks()) {
+    hash = Fnv1a(absl::StrCat(block.name, block.stays ? "!" : "", "|"), hash);
+  }
+  for (const TensorDecl& tensor : layout.tensors()) {
+    hash =
+        Fnv1a(absl::StrCat(tensor.name, "/", absl::StrJoin(tensor.shape, ","), "/", tensor.block, "|"), hash);
+  }
+  if (key_map != nullptr) hash = Fnv1a(key_map->ToString(), hash);
+  return absl::StrCat(absl::Hex(hash, absl::kZeroPad16));
+}
 
 absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<const WeightFiles> files,
                                                              std::shared_ptr<const ComponentLayout> layout,
                                                              const KeyMap* key_map, absl::string_view prefix,
                                                              const LoadContext& context) {
+  RETURN_IF_ERROR(files->Check());
+  files->TakeSamples();
   const auto& decls = layout->tensors();
-  std::vector<std::vector<Assigned>> by_slot(decls.size());
-  std::vector<std::string> unused;
+  ASSIGN_OR_RETURN(Sources sources, FindSources(*files, *layout, key_map, prefix));
+  const auto& by_slot = sources.by_slot;
+  const std::vector<std::string>& unused = sources.unused;
   std::map<std::string, double> scales;  // by module
-  for (const auto& [source, entry] : files->tensors()) {
-    absl::string_view name = source;
-    if (!prefix.empty() && !absl::ConsumePrefix(&name, prefix)) continue;
-    if (std::string module; IsScale(source, &module)) {
-      if (module.empty()) continue;
-      ASSIGN_OR_RETURN(scales[module], ReadScale(*files, source));
-      continue;
-    }
-    bool used = false;
-    RETURN_IF_ERROR(AddAssignments(source, name, *layout, key_map, by_slot, used));
-    if (!used) unused.push_back(source);
+  for (const auto& [module, source] : sources.scales) {
+    ASSIGN_OR_RETURN(scales[module], ReadScale(*files, source));
   }
   std::vector<std::string> missing;
   for (size_t i = 0; i < decls.size(); ++i) {
@@ -340,7 +426,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<con
   if (!unused.empty()) return Mismatch("tensors are not known to this architecture", unused);
 
   std::vector<Weight> weights(decls.size());
-  const int64_t total = files->tensor_bytes();
+  const int64_t total = WeightBytes(*files, *layout, key_map, prefix);
   int64_t done = 0;
   for (size_t i = 0; i < decls.size(); ++i) {
     if (context.cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "load cancelled");
@@ -378,7 +464,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<con
                                     Shape(decls[i].shape))});
     }
     done += static_cast<int64_t>(tensor.nbytes());
-    context.Progress(done, total);
+    context.Progress(std::min(done, total), total);  // tied ones come twice
     weights[i].data = at::isFloat8Type(type) ? tensor.view(type) : std::move(tensor);
   }
   RETURN_IF_ERROR(files->Check());

@@ -26,7 +26,7 @@ class MappedFile;
 class WeightFiles {
  public:
   // `path` is a .safetensors file, a *.safetensors.index.json, or a folder that holds either. Errors:
-  // NOT_FOUND, DATA_LOSS CORRUPT_FILE (names the file's base name and the tensor),
+  // those of MappedFile::Open; NOT_FOUND, DATA_LOSS CORRUPT_FILE (names the file's base name and the tensor),
   // FAILED_PRECONDITION UNSAFE_FILE for pickles.
   static absl::StatusOr<std::shared_ptr<const WeightFiles>> Open(const std::string& path);
 
@@ -41,8 +41,11 @@ class WeightFiles {
   // Bytes of all tensors.
   int64_t tensor_bytes() const { return tensor_bytes_; }
 
-  // Hash over name, size and times of the files: another one when a file was replaced. 16 hex digits.
+  // Stands for the files as they were opened (MappedFile::identity): another one when a file was replaced or
+  // changed, whatever its name. 16 hex digits.
   const std::string& fingerprint() const { return fingerprint_; }
+  // The fingerprint that Open() would find for the one file at `path`. Opens nothing.
+  static std::string FingerprintAt(const std::string& path);
 
   // The tensor of that name as it lies in the file's mapping, without a copy, at whatever address that is: only
   // aligned for its type. For weights that are read through a WeightView, which sees to the alignment.
@@ -52,8 +55,12 @@ class WeightFiles {
   // The same for direct use: 16-byte aligned, so a copy where the file is not.
   absl::StatusOr<at::Tensor> Read(absl::string_view name) const { return Read(name, /*compute=*/true); }
 
-  // DATA_LOSS FILE_TRUNCATED once a mapping was found to be cut short.
+  // The errors of MappedFile::Check, for the first of the files that has one.
   absl::Status Check() const;
+  // Whether every file is still where it was opened.
+  bool at_its_place() const;
+  // Before the bytes are used; see MappedFile. Done by LoadWeights.
+  void TakeSamples() const;
 
  private:
   struct File {
@@ -72,9 +79,23 @@ class WeightFiles {
   std::string fingerprint_;
 };
 
+// Bytes of the weights that LoadWeights reads from the same: what is charged for a component, whatever else
+// its file holds. At least what the loaded set has; more only where tensors are tied in ways that the names
+// do not show. Reads no values.
+int64_t WeightBytes(const WeightFiles& files, const ComponentLayout& layout, const KeyMap* key_map,
+                    absl::string_view prefix);
+// The same by the type in which the file has them.
+std::map<DType, int64_t> WeightBytesByType(const WeightFiles& files, const ComponentLayout& layout,
+                                           const KeyMap* key_map, absl::string_view prefix);
+
+// What LoadWeights makes of the same depends on nothing else: equal texts, equal weights. 16 hex digits.
+std::string WeightsFingerprint(const WeightFiles& files, const ComponentLayout& layout, const KeyMap* key_map,
+                               absl::string_view prefix);
+
 // Reads a whole component. Names go through `key_map` when it is not null, after `prefix` is taken off;
 // source tensors that start differently are left alone. Shapes are checked against the layout. Cancellable
-// per tensor. Errors: FAILED_PRECONDITION WEIGHTS_MISMATCH with the first missing, unused or misshapen names.
+// per tensor. Errors: FAILED_PRECONDITION WEIGHTS_MISMATCH with the first missing, unused or misshapen names;
+// those of WeightFiles::Check.
 absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<const WeightFiles> files,
                                                              std::shared_ptr<const ComponentLayout> layout,
                                                              const KeyMap* key_map, absl::string_view prefix,

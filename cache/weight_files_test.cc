@@ -116,7 +116,7 @@ TEST_F(WeightFilesTest, ALoadStopsBetweenTensors) {
   EXPECT_EQ(asked, 2);
 }
 
-TEST_F(WeightFilesTest, AFileCutShortWhileInUseIsDataLoss) {
+TEST_F(WeightFilesTest, AFileCutShortWhileInUseHasChanged) {
   std::vector<float> many(100'000, 1.f);
   const std::string path = Write("a.safetensors", {{"x", many}});
   auto files = *WeightFiles::Open(path);
@@ -125,8 +125,8 @@ TEST_F(WeightFilesTest, AFileCutShortWhileInUseIsDataLoss) {
   ASSERT_EQ(truncate(path.c_str(), 4096), 0);
   volatile float last = static_cast<const float*>((*set)[Slot{0}].data.const_data_ptr())[99'999];
   (void)last;
-  EXPECT_EQ(ErrorReason(set->Check()), "FILE_TRUNCATED");
-  EXPECT_EQ(set->Check().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(ErrorReason(set->Check()), "FILE_CHANGED");
+  EXPECT_EQ(set->Check().code(), absl::StatusCode::kAborted);
 }
 
 TEST_F(WeightFilesTest, AReplacedFileHasAnotherFingerprint) {
@@ -134,6 +134,75 @@ TEST_F(WeightFilesTest, AReplacedFileHasAnotherFingerprint) {
   Write("b.safetensors", {{"x", {2}}});
   std::filesystem::rename(folder + "/b.safetensors", folder + "/a.safetensors");
   EXPECT_NE((*WeightFiles::Open(folder + "/a.safetensors"))->fingerprint(), before);
+}
+
+TEST_F(WeightFilesTest, AnIdentityIsOfTheFileAndNotOfItsName) {
+  const std::string path = Write("a.safetensors", {{"x", {1}}});
+  EXPECT_EQ(WeightFiles::FingerprintAt(path), (*WeightFiles::Open(path))->fingerprint());
+  const auto held = *WeightFiles::Open(path);
+  std::filesystem::rename(path, folder + "/b.safetensors");
+  EXPECT_FALSE(held->at_its_place());
+  EXPECT_EQ((*WeightFiles::Open(folder + "/b.safetensors"))->fingerprint(), held->fingerprint());
+  EXPECT_TRUE(held->at_its_place());
+}
+
+// ------------------------------------------------------------------------------------- what a component
+// takes
+
+// A layout whose tensors have these shapes.
+std::shared_ptr<ComponentLayout> LayoutOfShapes(
+    std::vector<std::pair<std::string, std::vector<int64_t>>> shapes) {
+  auto layout = std::make_shared<ComponentLayout>();
+  for (auto& [name, shape] : shapes) layout->Add(name, shape);
+  return layout;
+}
+
+TEST_F(WeightFilesTest, AComponentTakesItsOwnWeightsWhateverElseItsFileHolds) {
+  const std::vector<float> ema(10'000, 0.f);
+  auto files = *WeightFiles::Open(Write(
+      "a.safetensors", {{"model.x", {1, 2, 3}}, {"model.y", {4}}, {"vae.x", {5, 6}}, {"model_ema.x", ema}}));
+  auto model = LayoutOf({{"x", 3}, {"y", 1}}), vae = LayoutOf({{"x", 2}});
+  EXPECT_EQ(WeightBytes(*files, *model, nullptr, "model."), 16);
+  EXPECT_EQ(WeightBytes(*files, *vae, nullptr, "vae."), 8);
+  EXPECT_EQ((*LoadWeights(files, model, nullptr, "model.", always))->bytes(), 16);
+  EXPECT_EQ((*LoadWeights(files, vae, nullptr, "vae.", always))->bytes(), 8);
+  EXPECT_EQ(WeightBytesByType(*files, *vae, nullptr, "vae."), (std::map<DType, int64_t>{{DType::kF32, 8}}));
+}
+
+TEST_F(WeightFilesTest, SharesOfAFusedTensorTakeWhatTheyAreAndTiedOnesAreThereOnce) {
+  auto files = *WeightFiles::Open(
+      Write("a.safetensors",
+            {{"qkv.weight", {1, 2, 3, 4, 5, 6}}, {"swap.weight", {1, 2}}, {"tied.weight", {7, 8, 9}}}));
+  const KeyMap map({{"qkv", {"q", "k", "v"}}, {"swap", {"s"}, KeyTransform::kSwapHalves}, {"tied", {"t"}}});
+  auto layout = LayoutOfShapes(
+      {{"q.weight", {2}}, {"k.weight", {2}}, {"v.weight", {2}}, {"s.weight", {2}}, {"t.weight", {3}}});
+  EXPECT_EQ(WeightBytes(*files, *layout, &map, ""), 4 * 11);
+  EXPECT_EQ((*LoadWeights(files, layout, &map, "", always))->bytes(), 4 * 11);
+}
+
+TEST_F(WeightFilesTest, OneAndTheSameIsWhatIsReadFromTheSameFilesInTheSameWay) {
+  auto a = *WeightFiles::Open(Write("a.safetensors", {{"x", {1}}})),
+       b = *WeightFiles::Open(Write("b.safetensors", {{"x", {1}}}));
+  auto layout = LayoutOf({{"x", 1}});
+  const KeyMap map({{"y", {"x"}}}), other({{"z", {"x"}}});
+  const std::string same = WeightsFingerprint(*a, *layout, &map, "");
+  EXPECT_EQ(
+      WeightsFingerprint(**WeightFiles::Open(folder + "/a.safetensors"), *LayoutOf({{"x", 1}}), &map, ""),
+      same);
+  EXPECT_NE(WeightsFingerprint(*b, *layout, &map, ""), same);
+  EXPECT_NE(WeightsFingerprint(*a, *LayoutOf({{"x", 2}}), &map, ""), same);
+  EXPECT_NE(WeightsFingerprint(*a, *LayoutOf({{"w", 1}}), &map, ""), same);
+  EXPECT_NE(WeightsFingerprint(*a, *layout, &other, ""), same);
+  EXPECT_NE(WeightsFingerprint(*a, *layout, nullptr, ""), same);
+  EXPECT_NE(WeightsFingerprint(*a, *layout, &map, "p."), same);
+}
+
+TEST_F(WeightFilesTest, WhatChangedIsNotLoaded) {
+  const std::string path = Write("a.safetensors", {{"x", {1}}});
+  auto files = *WeightFiles::Open(path);
+  Write("a.safetensors", {{"x", {2}}});
+  EXPECT_EQ(ErrorReason(LoadWeights(files, LayoutOf({{"x", 1}}), nullptr, "", always).status()),
+            "FILE_CHANGED");
 }
 
 TEST_F(WeightFilesTest, ACopyOnADeviceIsWithinItsMemory) {

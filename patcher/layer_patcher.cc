@@ -156,13 +156,22 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
   const FormOf form = [&](Slot slot) { return weights[slot].form; };
   const int64_t bytes = MergedBytes(weights, contributions);
   const int64_t scratch = MergeScratchBytes(weights.layout(), contributions, form);
+  // What a file changed into meanwhile is not kept under the names of what it was.
+  auto merge =
+      [&](const std::function<bool()>& cancelled) -> absl::StatusOr<std::shared_ptr<const WeightSet>> {
+    auto merged = Merge(weights, contributions, cancelled);
+    for (const PatchSpec& spec : specs) {
+      if (spec.weight == 0) continue;
+      RETURN_IF_ERROR(spec.handle ? spec.handle.resource()->Check() : spec.patch->Check());
+    }
+    return merged;
+  };
   if (!cacheable) {
     if (device != nullptr) {
       ASSIGN_OR_RETURN(overlay.reservation_,
                        device->budget().Reserve(Ask(bytes + scratch, MemoryUse::kMerged, target, options)));
     }
-    ASSIGN_OR_RETURN(overlay.merged_on_host_,
-                     Merge(weights, contributions, [&] { return options.stop.stop_requested(); }));
+    ASSIGN_OR_RETURN(overlay.merged_on_host_, merge([&] { return options.stop.stop_requested(); }));
     overlay.merged_ = overlay.merged_on_host_;
     overlay.reservation_.ShrinkTo(bytes);
     if (elsewhere) {
@@ -176,9 +185,10 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
   Loader loader{.kind = "merged",
                 .estimated_bytes = bytes + scratch,  // the cache gives back what the record does not take
                 .load = [&](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
-                  return Merge(weights, contributions, [&] { return context.cancelled(); });
+                  return merge([&] { return context.cancelled(); });
                 },
-                .use = MemoryUse::kMerged};
+                .use = MemoryUse::kMerged,
+                .name = options.model};
   for (const PatchSpec& spec : specs) {
     if (spec.weight != 0) loader.sources.push_back(spec.handle.key().id);
   }

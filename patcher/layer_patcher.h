@@ -52,6 +52,7 @@ struct ApplyOptions {
   // what they were merged into: they are found again by whoever asks for the same.
   ModelCache* cache = nullptr;
   ModelKey component = {};                       // key of the component's record; REQUIRED with a cache
+  std::string model = {};                        // whose component it is: Loader::name of the record
   std::string owner = {};                        // of reservations and locks
   absl::Time deadline = absl::InfiniteFuture();  // of waits for memory
   std::stop_token stop = {};                     // checked per layer

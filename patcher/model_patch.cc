@@ -59,10 +59,12 @@ absl::Status ModelPatch::Build(const NamedShapes& shapes, const Read& read, cons
 absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Load(std::shared_ptr<const WeightFiles> files,
                                                                    const LoadContext& context) {
   auto patch = std::make_shared<ModelPatch>();
-  RETURN_IF_ERROR(patch->Build(
+  files->TakeSamples();
+  const absl::Status built = patch->Build(
       ShapesOf(*files), [&](const std::string& name) { return files->Read(name); }, context,
-      files->tensor_bytes()));
-  RETURN_IF_ERROR(files->Check());
+      files->tensor_bytes());
+  RETURN_IF_ERROR(files->Check());  // then what was read says nothing about the file
+  RETURN_IF_ERROR(built);
   patch->metadata_ = files->metadata();
   patch->files_ = std::move(files);
   return patch;

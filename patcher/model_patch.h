@@ -63,6 +63,7 @@ class ModelPatch : public Resource {
                                                          std::stop_token stop) const override;
   std::vector<ResourceBlock> device_blocks() const override { return {{device_bytes_, true}}; }
   absl::Status Check() const override { return files_ ? files_->Check() : absl::OkStatus(); }
+  bool at_its_place() const override { return files_ == nullptr || files_->at_its_place(); }
 
  private:
   using Read = std::function<absl::StatusOr<at::Tensor>(const std::string&)>;

@@ -27,6 +27,7 @@ v1::CacheRecord ToProto(const RecordStats& record, absl::Time now) {
   v1::CacheRecord out;
   out.set_key(record.key.ToString());
   out.set_kind(record.kind);
+  for (const std::string& name : record.names) out.add_names(name);
   out.set_bytes(record.bytes);
   out.set_lock_count(static_cast<int>(record.lock_count));
   for (const std::string& holder : record.holders) out.add_holders(holder);
@@ -109,6 +110,7 @@ grpc::ServerUnaryReactor* CacheServiceImpl::GetCacheStats(grpc::CallbackServerCo
     for (const Eviction& eviction : stats.recent_evictions) {
       v1::Eviction& out = *response->add_recent_evictions();
       out.set_key(eviction.key.ToString());
+      for (const std::string& name : eviction.names) out.add_names(name);
       out.set_bytes(eviction.bytes);
       out.set_reason(std::string(EvictReasonName(eviction.reason)));
       *out.mutable_time() = ToTimestamp(eviction.time);
@@ -134,6 +136,7 @@ grpc::ServerUnaryReactor* CacheServiceImpl::DropModel(grpc::CallbackServerContex
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     // Every generation of the files counts, those too that were replaced or removed since.
     ASSIGN_OR_RETURN(const std::vector<std::string> ids, core_->pins->Ids(request->name()));
+    core_->catalog->Forget(request->name());
     for (const std::string& id : ids) {
       const DropResult result = core_->cache->Drop({id, ""});
       response->set_evicted_records(response->evicted_records() + result.evicted_records);

@@ -13,6 +13,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "cache/error.h"
+#include "cache/file_identity.h"
+#include "cache/mapped_file.h"
 #include "nlohmann/json.hpp"
 #include "patcher/model_patch.h"
 
@@ -45,28 +47,70 @@ void Walk(const fs::path& root, const fs::path& folder, int depth, const Take& t
   }
 }
 
-// A number over names, inodes, sizes and times of the files at or below `path`: another one when any changed.
-std::string Signature(const std::vector<fs::path>& paths) {
-  uint64_t hash = 14695981039346656037ull;
-  auto add = [&](const fs::path& p, absl::string_view name) {
+// Shows `take` every file at or below `paths`, in order, with its name and its status; with `folders`, these
+// too.
+template <typename Take>
+void ForEachFile(const std::vector<std::string>& paths, bool folders, const Take& take) {
+  auto show = [&](const fs::path& p, const std::string& name) {
     struct stat st = {};
-    if (stat(p.c_str(), &st) != 0 || !S_ISREG(st.st_mode)) return;
-    hash = Mix(hash, absl::StrCat(name, "|", st.st_ino, "|", st.st_size, "|", st.st_mtim.tv_sec, ".",
-                                  st.st_mtim.tv_nsec, ";"));
+    if (stat(p.c_str(), &st) != 0) return;
+    if (S_ISREG(st.st_mode) || (folders && S_ISDIR(st.st_mode))) take(p, name, st);
   };
-  for (const fs::path& path : paths) {
+  for (const fs::path path : paths) {
     std::error_code ec;
-    if (!fs::is_directory(path, ec)) {
-      add(path, path.filename().string());
-      continue;
-    }
+    show(path, path.filename().string());
+    if (!fs::is_directory(path, ec)) continue;
     std::vector<fs::path> files;
     Walk(path, path, 0, [&](const fs::path& file, const std::string&) {
       files.push_back(file);
       return false;
     });
     std::sort(files.begin(), files.end());
-    for (const fs::path& file : files) add(file, file.lexically_relative(path).string());
+    for (const fs::path& file : files) show(file, file.lexically_relative(path).string());
+  }
+}
+
+constexpr uint64_t kFirstHash = 14695981039346656037ull;
+
+// Over all that can be seen from outside. Moves with whatever is done to a file, and with a folder that
+// others are put in the place of; so if it is the same before and after, what was read in between was this.
+std::string StateOf(const std::vector<std::string>& paths) {
+  uint64_t hash = kFirstHash;
+  ForEachFile(paths, /*folders=*/true, [&](const fs::path&, const std::string& name, const struct stat& st) {
+    hash = Mix(hash, absl::StrCat(name, "|", FileIdentity::Of(st).ToString(), ";"));
+  });
+  return absl::StrCat(absl::Hex(hash, absl::kZeroPad16));
+}
+
+// What families read besides weights: settings, vocabularies. All of it goes into an id.
+bool IsSettings(const fs::path& path, int64_t size) {
+  constexpr int64_t kMost = 64 << 20;
+  const std::string extension = path.extension().string();
+  return size <= kMost && (extension == ".json" || extension == ".txt" || extension == ".model");
+}
+
+uint64_t MixContent(uint64_t hash, const fs::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::string buffer(1 << 16, '\0');
+  while (in.read(buffer.data(), static_cast<std::streamsize>(buffer.size())) || in.gcount() > 0) {
+    hash = Mix(hash, absl::string_view(buffer.data(), static_cast<size_t>(in.gcount())));
+  }
+  return hash;
+}
+
+// Over names, inodes, sizes and times of the files, what settings say, and the files that weights come from
+// as they were opened.
+std::string Signature(const std::vector<std::string>& paths, const Pipeline& pipeline) {
+  uint64_t hash = kFirstHash;
+  ForEachFile(paths, /*folders=*/false,
+              [&](const fs::path& path, const std::string& name, const struct stat& st) {
+                const FileIdentity file = FileIdentity::Of(st);
+                hash = Mix(hash, absl::StrCat(name, "|", file.device, "|", file.inode, "|", file.size, "|",
+                                              file.mtime_ns, ";"));
+                if (IsSettings(path, file.size)) hash = MixContent(hash, path);
+              });
+  for (const Component& component : pipeline.components()) {
+    hash = Mix(hash, absl::StrCat(component.name, "|", component.files->fingerprint(), ";"));
   }
   return absl::StrCat(absl::Hex(hash, absl::kZeroPad16));
 }
@@ -108,7 +152,13 @@ absl::Status LoraNotFound(const std::string& name) {
                    {{"resource_type", "lora"}, {"resource_name", name}, {"field", "loras.name"}});
 }
 
-// NAME.safetensors below the first of the roots that has it. Its id is `kind`, the name and the signature.
+constexpr char kLora[] = "lora", kEmbedding[] = "embedding";
+
+std::string IdOf(absl::string_view kind, const std::string& name, const std::string& fingerprint) {
+  return absl::StrCat(kind, "/", name, "@", fingerprint);
+}
+
+// NAME.safetensors below the first of the roots that has it. Its id is `kind`, the name and the fingerprint.
 template <typename File>
 std::optional<File> FindFile(const std::vector<std::string>& roots, absl::string_view kind,
                              const std::string& name) {
@@ -117,7 +167,7 @@ std::optional<File> FindFile(const std::vector<std::string>& roots, absl::string
   for (const std::string& root : roots) {
     const fs::path path = Below(root, absl::StrCat(name, kWeightFile));
     if (path.empty() || !fs::is_regular_file(path, ec)) continue;
-    return File{name, absl::StrCat(kind, "/", name, "@", Signature({path})),
+    return File{name, IdOf(kind, name, WeightFiles::FingerprintAt(path.string())),
                 static_cast<int64_t>(fs::file_size(path, ec)), path.string()};
   }
   return std::nullopt;
@@ -160,28 +210,58 @@ const Component& OpenModel::component(const std::string& component_name) const {
                        [&](const Component& c) { return c.name == component_name; });
 }
 
+std::shared_ptr<const OpenModel> OpenModel::Make(std::string name, std::string id, std::string source,
+                                                 std::unique_ptr<const Pipeline> pipeline) {
+  auto model = std::make_shared<OpenModel>();
+  model->name = std::move(name);
+  model->id = std::move(id);
+  model->source = std::move(source);
+  model->pipeline = std::move(pipeline);
+  for (const Component& c : model->pipeline->components()) {
+    if (c.patch_target) model->patch_targets.push_back(*c.patch_target);
+    const std::string fingerprint = WeightsFingerprint(*c.files, *c.layout, c.key_map, c.prefix);
+    model->parts[c.name] = {{absl::StrCat("weights/", fingerprint), c.name},
+                            WeightBytes(*c.files, *c.layout, c.key_map, c.prefix)};
+  }
+  return model;
+}
+
 LockRequest OpenModel::ComponentRequest(const std::string& component_name) const {
   const Component& c = component(component_name);
+  const Part& as_record = part(component_name);
   // Copies, so that a load outlives the model entry.
-  return {{id, c.name},
-          {c.name, c.files->tensor_bytes(),
-           [files = c.files, layout = c.layout, key_map = c.key_map, prefix = c.prefix](
-               const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
+  return {as_record.key,
+          {.kind = c.name,
+           .estimated_bytes = as_record.bytes,
+           .load = [files = c.files, layout = c.layout, key_map = c.key_map, prefix = c.prefix](
+                       const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
              return LoadWeights(files, layout, key_map, prefix, context);
-           }}};
+           },
+           .name = id}};
+}
+
+absl::Status OpenModel::Check() const {
+  for (const Component& c : pipeline->components()) RETURN_IF_ERROR(c.files->Check());
+  return absl::OkStatus();
+}
+
+bool OpenModel::at_its_place() const {
+  const auto& components = pipeline->components();
+  return std::all_of(components.begin(), components.end(),
+                     [](const Component& c) { return c.files->at_its_place(); });
 }
 
 absl::StatusOr<LockRequest> LoraFile::Request() const {
   auto files = WeightFiles::Open(path);
   if (!files.ok()) return WithPrefix(files.status(), absl::StrCat("LoRA ", name, ": "));
-  Loader loader{.kind = "lora", .estimated_bytes = (*files)->tensor_bytes(), .use = MemoryUse::kPatches};
+  Loader loader{.kind = kLora, .estimated_bytes = (*files)->tensor_bytes(), .use = MemoryUse::kPatches};
   loader.load = [files = *files,
                  name = name](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
     auto patch = ModelPatch::Load(files, context);
     if (!patch.ok()) return WithPrefix(patch.status(), absl::StrCat("LoRA ", name, ": "));
     return *patch;
   };
-  return LockRequest{{id, ""}, std::move(loader)};
+  return LockRequest{{IdOf(kLora, name, (*files)->fingerprint()), ""}, std::move(loader)};
 }
 
 absl::StatusOr<EmbeddingFile::Opened> EmbeddingFile::Open() const {
@@ -190,14 +270,15 @@ absl::StatusOr<EmbeddingFile::Opened> EmbeddingFile::Open() const {
   if (!files.ok()) return WithPrefix(files.status(), prefix);
   auto shape = TextEmbedding::Describe(**files);
   if (!shape.ok()) return WithPrefix(shape.status(), prefix);
-  Loader loader{.kind = "embedding", .estimated_bytes = shape->bytes(), .use = MemoryUse::kPatches};
+  Loader loader{.kind = kEmbedding, .estimated_bytes = shape->bytes(), .use = MemoryUse::kPatches};
   loader.load = [files = *files,
                  prefix](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
-    auto embedding = TextEmbedding::Load(*files, context);
+    auto embedding = TextEmbedding::Load(files, context);
     if (!embedding.ok()) return WithPrefix(embedding.status(), prefix);
     return *embedding;
   };
-  return Opened{.shape = *shape, .request = {{id, ""}, std::move(loader)}};
+  return Opened{.shape = *shape,
+                .request = {{IdOf(kEmbedding, name, (*files)->fingerprint()), ""}, std::move(loader)}};
 }
 
 Catalog::Catalog(std::vector<std::string> model_roots, std::vector<std::string> lora_roots,
@@ -239,7 +320,8 @@ absl::StatusOr<Catalog::Found> Catalog::Find(const std::string& name) const {
         !folder.empty() && fs::is_regular_file(folder / kIndexFile, ec)) {
       found.files.folder = folder.string();
       found.source = folder.lexically_relative(root).string();
-      found.signature = Signature({folder});
+      found.paths = {folder.string()};
+      found.state = StateOf(found.paths);
       return found;
     }
     fs::path file = Below(root, absl::StrCat(name, kWeightFile));
@@ -265,7 +347,8 @@ absl::StatusOr<Catalog::Found> Catalog::Find(const std::string& name) const {
     found.files.file = file.string();
     found.files.base_folder = base.string();
     found.source = file.lexically_relative(root).string();
-    found.signature = Signature({file, sidecar, base});
+    found.paths = {file.string(), sidecar.string(), base.string()};
+    found.state = StateOf(found.paths);
     return found;
   }
   return ModelNotFound(name);
@@ -276,27 +359,55 @@ absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::Model(const std::strin
     MutexLock lock(&mu_);
     if (auto it = added_.find(name); it != added_.end()) return it->second;
   }
+  auto model = FindOrOpen(name);
+  if (absl::IsNotFound(model.status())) Forget(name);
+  // What cannot be opened for want of a descriptor looks as if it were missing, or of no known kind.
+  if (!model.ok()) RETURN_IF_ERROR(CheckDescriptors());
+  return model;
+}
+
+absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::FindOrOpen(const std::string& name) {
   ASSIGN_OR_RETURN(Found found, Find(name));
-  const std::string id = absl::StrCat(name, "@", found.signature);
   {
-    MutexLock lock(&mu_);
-    if (auto it = open_.find(name); it != open_.end() && it->second->id == id) return it->second;
+    Kept kept;
+    {
+      MutexLock lock(&mu_);
+      if (auto it = open_.find(name); it != open_.end()) kept = it->second;
+    }
+    if (kept.model != nullptr && kept.state == found.state && kept.model->Check().ok()) return kept.model;
   }
+  constexpr int kAttempts = 5;
+  for (int attempt = 1;; ++attempt) {
+    auto opened = Open(name, found);
+    const std::string before = found.state;
+    ASSIGN_OR_RETURN(found, Find(name));
+    if (found.state != before) {
+      if (attempt < kAttempts) continue;
+      return MakeError(
+          absl::StatusCode::kAborted, "FILE_CHANGED",
+          absl::StrCat("the files of model ", name, " are being changed; try again when that is done"),
+          {{"model", name}, {"retry_ms", "1000"}});
+    }
+    RETURN_IF_ERROR(opened.status());
+    MutexLock lock(&mu_);
+    Kept& kept = open_[name];
+    // The files may have got another mode, or the folder a file that is none of the model's.
+    if (kept.model == nullptr || kept.model->id != (*opened)->id || !kept.model->Check().ok()) {
+      kept.model = *std::move(opened);
+    }
+    kept.state = found.state;
+    opened_[kept.model->id] = kept.model;
+    return kept.model;
+  }
+}
+
+absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::Open(const std::string& name, const Found& found) {
   for (const Family* family : AllFamilies()) {
     if (!family->Detect(found.files)) continue;
     auto pipeline = family->Open(found.files);
     if (!pipeline.ok()) return WithPrefix(pipeline.status(), absl::StrCat("model ", name, ": "));
-    auto model = std::make_shared<OpenModel>();
-    model->name = name;
-    model->id = id;
-    model->source = found.source;
-    model->pipeline = std::move(*pipeline);
-    for (const Component& component : model->pipeline->components()) {
-      if (component.patch_target) model->patch_targets.push_back(*component.patch_target);
-    }
-    MutexLock lock(&mu_);
-    open_[name] = model;
-    return std::shared_ptr<const OpenModel>(model);
+    const std::string id = absl::StrCat(name, "@", Signature(found.paths, **pipeline));
+    return OpenModel::Make(name, id, found.source, *std::move(pipeline));
   }
   std::vector<std::string> known;
   for (const Family* family : AllFamilies()) known.emplace_back(family->name());
@@ -306,22 +417,54 @@ absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::Model(const std::strin
       {{"model", name}});
 }
 
-std::vector<LoraFile> Catalog::Loras() const { return AllFiles<LoraFile>(lora_roots_, "lora"); }
+void Catalog::Forget(const std::string& name) {
+  std::shared_ptr<const OpenModel> gone;  // its mappings end after the mutex is let go
+  MutexLock lock(&mu_);
+  auto it = open_.find(name);
+  if (it == open_.end()) return;
+  gone = std::move(it->second.model);
+  open_.erase(it);
+}
+
+std::vector<std::string> Catalog::TakeUnused() {
+  std::vector<std::shared_ptr<const OpenModel>> kept;
+  {
+    MutexLock lock(&mu_);
+    for (const auto& [name, entry] : open_) kept.push_back(entry.model);
+  }
+  for (const std::shared_ptr<const OpenModel>& model : kept) {
+    if (model->at_its_place() && model->Check().ok()) continue;
+    MutexLock lock(&mu_);
+    auto it = open_.find(model->name);
+    if (it != open_.end() && it->second.model == model) open_.erase(it);
+  }
+  kept.clear();
+  std::vector<std::string> ids;
+  MutexLock lock(&mu_);
+  std::erase_if(opened_, [&](const auto& entry) {
+    if (!entry.second.expired()) return false;
+    ids.push_back(entry.first);
+    return true;
+  });
+  return ids;
+}
+
+std::vector<LoraFile> Catalog::Loras() const { return AllFiles<LoraFile>(lora_roots_, kLora); }
 
 absl::StatusOr<LoraFile> Catalog::Lora(const std::string& name) const {
-  auto file = FindFile<LoraFile>(lora_roots_, "lora", name);
+  auto file = FindFile<LoraFile>(lora_roots_, kLora, name);
   if (!file) return LoraNotFound(name.substr(0, 128));
   return *std::move(file);
 }
 
 std::vector<EmbeddingFile> Catalog::Embeddings() const {
-  return AllFiles<EmbeddingFile>(embedding_roots_, "embedding");
+  return AllFiles<EmbeddingFile>(embedding_roots_, kEmbedding);
 }
 
 std::vector<std::string> Catalog::EmbeddingNames() const { return FileNames(embedding_roots_); }
 
 absl::StatusOr<EmbeddingFile> Catalog::Embedding(const std::string& name) const {
-  auto file = FindFile<EmbeddingFile>(embedding_roots_, "embedding", name);
+  auto file = FindFile<EmbeddingFile>(embedding_roots_, kEmbedding, name);
   if (!file) return EmbeddingNotFound(name);
   return *std::move(file);
 }

@@ -6,6 +6,9 @@
 // are looked at on every call, so that what is added, replaced or removed is seen without a restart; opened
 // models are kept until their files change.
 //
+// An id is of what was opened: of the descriptors of the files that weights are read from, and of settings as
+// they were read. Files that are moved about while a model is opened make it be opened again.
+//
 // A model is a folder with a model_index.json (diffusers layout), or a single .safetensors denoiser with a
 // file NAME.json beside it that says {"base": "MODEL"}: whose text encoders, VAE and scheduler it uses.
 //
@@ -30,26 +33,42 @@ namespace latentd {
 
 // A model whose configs and headers were read. Immutable.
 struct OpenModel {
+  // A component as the cache knows it: by what it is, whatever models it is a part of.
+  struct Part {
+    ModelKey key;
+    int64_t bytes = 0;  // that its weights take; see WeightBytes
+  };
+
+  static std::shared_ptr<const OpenModel> Make(std::string name, std::string id, std::string source,
+                                               std::unique_ptr<const Pipeline> pipeline);
+
   std::string name;
   std::string id;      // name@signature of its files
   std::string source;  // path below its root
   std::unique_ptr<const Pipeline> pipeline;
   std::vector<PatchTarget> patch_targets;  // of all components that take patches
+  std::map<std::string, Part> parts;       // by component
 
-  // REQUIRES: the pipeline has a component of that name.
+  // REQUIRES of all three: the pipeline has a component of that name.
   const Component& component(const std::string& component_name) const;
-
+  const Part& part(const std::string& component_name) const { return parts.at(component_name); }
   // What the cache needs to lock a component.
   LockRequest ComponentRequest(const std::string& component_name) const;
+
+  // ABORTED FILE_CHANGED once a file of it was written to since it was opened; see MappedFile::Check.
+  absl::Status Check() const;
+  // Whether all its files are where they were opened.
+  bool at_its_place() const;
 };
 
 struct LoraFile {
   std::string name;
-  std::string id;  // lora/name@signature
+  std::string id;  // lora/name@fingerprint, of what lies there now
   int64_t bytes = 0;
   std::string path;
 
-  // What the cache needs to lock it. The record holds a ModelPatch. Errors: those of WeightFiles::Open.
+  // What the cache needs to lock it, under the id of what was opened. The record holds a ModelPatch. Errors:
+  // those of WeightFiles::Open.
   absl::StatusOr<LockRequest> Request() const;
 };
 
@@ -58,7 +77,7 @@ absl::Status EmbeddingNotFound(const std::string& name);
 
 struct EmbeddingFile {
   std::string name;
-  std::string id;  // embedding/name@signature
+  std::string id;  // embedding/name@fingerprint, of what lies there now
   int64_t bytes = 0;
   std::string path;
 
@@ -78,8 +97,15 @@ class Catalog {
 
   // All names, sorted; models that cannot be opened are among them.
   std::vector<std::string> ModelNames() const;
-  // Errors: NOT_FOUND MODEL_NOT_FOUND; those of Family::Open.
+  // Errors: NOT_FOUND MODEL_NOT_FOUND; those of Family::Open; ABORTED FILE_CHANGED when its files do not come
+  // to rest; RESOURCE_EXHAUSTED OUT_OF_DESCRIPTORS.
   absl::StatusOr<std::shared_ptr<const OpenModel>> Model(const std::string& name);
+
+  // An opened model is not kept any more; whoever has it keeps it.
+  void Forget(const std::string& name);
+  // Ids of models that were opened, are not served any more, and are in nobody's hands: whatever was made of
+  // them is of no use. Forgets models whose files have changed or gone.
+  std::vector<std::string> TakeUnused();
 
   std::vector<LoraFile> Loras() const;
   // Errors: NOT_FOUND LORA_NOT_FOUND.
@@ -98,15 +124,23 @@ class Catalog {
   struct Found {
     ModelFiles files;
     std::string source;
-    std::string signature;
+    std::vector<std::string> paths;  // of its files, and of folders of them
+    std::string state;               // another one when anything happened to any of these
+  };
+  struct Kept {
+    std::shared_ptr<const OpenModel> model;
+    std::string state;  // in which its files were found last
   };
   absl::StatusOr<Found> Find(const std::string& name) const;
+  absl::StatusOr<std::shared_ptr<const OpenModel>> FindOrOpen(const std::string& name);
+  static absl::StatusOr<std::shared_ptr<const OpenModel>> Open(const std::string& name, const Found& found);
 
   const std::vector<std::string> model_roots_;  // canonical paths
   const std::vector<std::string> lora_roots_;
   const std::vector<std::string> embedding_roots_;
   mutable Mutex mu_;
-  std::map<std::string, std::shared_ptr<const OpenModel>> open_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, Kept> open_ ABSL_GUARDED_BY(mu_);                              // by name
+  std::map<std::string, std::weak_ptr<const OpenModel>> opened_ ABSL_GUARDED_BY(mu_);  // by id: all there are
   std::map<std::string, std::shared_ptr<const OpenModel>> added_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -4,20 +4,29 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <memory>
+#include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cache/error.h"
 
 namespace latentd {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 using ::testing::StartsWith;
 using ::testing::UnorderedElementsAreArray;
 
@@ -93,6 +102,174 @@ TEST_F(CatalogTest, AChangeOfAnyFileIsAnotherModelWhateverElseIsInTheFolder) {
     EXPECT_NE(after, before) << file;
     before = after;
   }
+}
+
+class ModelFilesTest : public CatalogTest {
+ protected:
+  ModelFilesTest() { Copy("m"); }
+  void Copy(const std::string& name) const {
+    fs::copy("deploy/demo/models/shapes-flux", root_ / name, fs::copy_options::recursive);
+  }
+  // Another transformer: the same shapes, other numbers.
+  void Change(const fs::path& file) const {
+    std::fstream out(file, std::ios::in | std::ios::out | std::ios::binary);
+    out.seekp(-4096, std::ios::end);
+    const std::string other(4096, '\1');
+    out.write(other.data(), 4096);
+  }
+  std::string Id(const std::string& name = "m") {
+    const auto opened = catalog_.Model(name);
+    return opened.ok() ? (*opened)->id : opened.status().ToString();
+  }
+  ModelKey Part(const std::string& name, const std::string& component) {
+    return (*catalog_.Model(name))->part(component).key;
+  }
+
+  const fs::path transformer_ = root_ / "m/transformer/diffusion_pytorch_model.safetensors";
+  Catalog catalog_{{root_.string()}, {}};
+};
+
+TEST_F(ModelFilesTest, WhatChangesNoByteLeavesTheModelAsItIs) {
+  const auto before = *catalog_.Model("m");
+  chmod(transformer_.c_str(), 0400);
+  EXPECT_EQ(*catalog_.Model("m"), before);
+  fs::create_hard_link(transformer_, root_ / "link");
+  fs::remove(root_ / "link");
+  EXPECT_EQ(*catalog_.Model("m"), before);
+  fs::rename(transformer_, root_ / "moved");
+  fs::rename(root_ / "moved", transformer_);
+  EXPECT_EQ(*catalog_.Model("m"), before);
+  fs::rename(root_ / "m", root_ / "n");
+  fs::rename(root_ / "n", root_ / "m");
+  EXPECT_EQ(*catalog_.Model("m"), before);
+  EXPECT_TRUE(before->Check().ok());
+}
+
+TEST_F(ModelFilesTest, AFileThatIsWrittenToIsAnotherModelWhateverItsTimes) {
+  for (const char* file : {"transformer/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer_config.json",
+                           "scheduler/scheduler_config.json"}) {
+    const auto before = *catalog_.Model("m");
+    const fs::path path = root_ / "m" / file;
+    const auto time = fs::last_write_time(path);
+    if (path.extension() == ".safetensors") {
+      Change(path);
+    } else {
+      std::fstream(path, std::ios::in | std::ios::out).seekp(-1, std::ios::end) << ' ';
+    }
+    fs::last_write_time(path, time);
+    const auto after = catalog_.Model("m");
+    ASSERT_TRUE(after.ok()) << after.status();
+    EXPECT_NE((*after)->id, before->id) << file;
+    EXPECT_EQ(before->Check().ok(), path.extension() != ".safetensors") << "settings were read";
+    EXPECT_TRUE((*after)->Check().ok());
+  }
+}
+
+TEST_F(ModelFilesTest, ModelsOfTheSameFilesShareWhatIsReadFromThem) {
+  for (const char* name : {"a", "b"}) {
+    fs::copy_file(transformer_, root_ / absl::StrCat(name, ".safetensors"));
+    std::ofstream(root_ / absl::StrCat(name, ".json")) << R"({"base": "m"})";
+  }
+  for (const char* component : {"text_encoder", "text_encoder_2", "vae"}) {
+    EXPECT_EQ(Part("a", component), Part("m", component)) << component;
+    EXPECT_EQ(Part("b", component), Part("m", component)) << component;
+  }
+  EXPECT_FALSE(Part("a", "transformer") == Part("m", "transformer"));
+  EXPECT_FALSE(Part("a", "transformer") == Part("b", "transformer"));
+  EXPECT_NE(Id("a"), Id("b"));
+}
+
+// Two files swap their places each time that a model of one of them is opened, at some moment of that:
+// whoever has opened one has the weights that its key stands for.
+TEST_F(ModelFilesTest, FilesThatChangePlacesWhileTheyAreOpenedNeverGiveOneModelTheWeightsOfAnother) {
+  Copy("n");
+  const fs::path other = root_ / "n/transformer/diffusion_pytorch_model.safetensors";
+  Change(other);
+  const auto last_bytes = [](const OpenModel& model) {
+    const WeightFiles& files = *model.component("transformer").files;
+    std::string bytes;
+    int64_t end = 0;
+    for (const auto& [name, entry] : files.tensors()) {
+      if (entry.info->offset + entry.info->bytes <= end) continue;
+      end = entry.info->offset + entry.info->bytes;
+      const at::Tensor tensor = *files.Alias(name);
+      bytes.assign(static_cast<const char*>(tensor.const_data_ptr()) + tensor.nbytes() - 16, 16);
+    }
+    return bytes;
+  };
+  constexpr int kRounds = 60;
+  std::atomic<int> asked = 0;
+  std::thread mover([&] {
+    for (int i = 1; i <= kRounds; ++i) {
+      while (asked < i) std::this_thread::yield();
+      fs::rename(transformer_, root_ / "moved");
+      fs::rename(other, transformer_);
+      fs::rename(root_ / "moved", other);
+    }
+  });
+  std::map<ModelKey, std::string> known;  // what a record of that key holds
+  std::set<std::string> contents;
+  int opened = 0;
+  for (int i = 1; i <= kRounds; ++i) {
+    asked = i;
+    const auto model = catalog_.Model(i / 2 % 2 == 0 ? "m" : "n");
+    if (!model.ok()) continue;
+    ++opened;
+    const auto [it, fresh] = known.emplace((*model)->part("transformer").key, last_bytes(**model));
+    EXPECT_EQ(it->second, last_bytes(**model));
+    contents.insert(it->second);
+  }
+  mover.join();
+  EXPECT_GT(opened, 0);
+  EXPECT_EQ(contents.size(), 2u);
+}
+
+TEST_F(ModelFilesTest, WithoutDescriptorsAModelIsNotSaidToBeMissing) {
+  const int next = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  close(next);
+  rlimit old = {};
+  getrlimit(RLIMIT_NOFILE, &old);
+  rlimit none = old;
+  none.rlim_cur = static_cast<rlim_t>(next);
+  setrlimit(RLIMIT_NOFILE, &none);
+  const absl::Status status = catalog_.Model("m").status();
+  setrlimit(RLIMIT_NOFILE, &old);
+  EXPECT_EQ(ErrorReason(status), "OUT_OF_DESCRIPTORS") << status;
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(catalog_.Model("m").ok());
+}
+
+TEST_F(ModelFilesTest, WhatIsGoneOrReplacedIsKeptByThoseWhoHaveItAlone) {
+  auto held = *catalog_.Model("m");
+  const std::string id = held->id;
+  EXPECT_THAT(catalog_.TakeUnused(), IsEmpty());
+  fs::copy_file(transformer_, root_ / "new");
+  fs::rename(root_ / "new", transformer_);
+  EXPECT_THAT(catalog_.TakeUnused(), IsEmpty()) << "somebody has it";
+  EXPECT_TRUE(held->Check().ok());
+  std::weak_ptr<const OpenModel> gone = held;
+  held = nullptr;
+  EXPECT_TRUE(gone.expired());
+  EXPECT_THAT(catalog_.TakeUnused(), ElementsAre(id));
+  EXPECT_THAT(catalog_.TakeUnused(), IsEmpty());
+  gone = *catalog_.Model("m");
+  fs::remove_all(root_ / "m");
+  EXPECT_FALSE(gone.expired());
+  EXPECT_FALSE(catalog_.Model("m").ok());
+  EXPECT_TRUE(gone.expired());
+  EXPECT_EQ(catalog_.TakeUnused().size(), 1u);
+}
+
+TEST_F(CatalogTest, ALorasIdIsOfWhatWasOpened) {
+  fs::copy_file("deploy/demo/loras/dusk.safetensors", root_ / "a.safetensors");
+  fs::copy_file("deploy/demo/loras/checker.safetensors", root_ / "b.safetensors");
+  const Catalog catalog({}, {root_.string()});
+  const LoraFile a = *catalog.Lora("a");
+  const std::string id = a.Request()->key.id;
+  EXPECT_EQ(id, a.id);
+  fs::rename(root_ / "b.safetensors", root_ / "a.safetensors");  // after it was found
+  EXPECT_NE(a.Request()->key.id, id);
+  EXPECT_EQ(a.Request()->key.id, catalog.Lora("a")->id);
 }
 
 }  // namespace

@@ -95,6 +95,13 @@ std::string ShortRecordKey(const std::string& key, const std::string& kind) {
   return ShortKey(absl::StrCat(text.substr(0, at), ":", rest));
 }
 
+std::string NamedKey(const std::string& key, const google::protobuf::RepeatedPtrField<std::string>& names) {
+  const size_t colon = key.find(':');
+  if (names.empty() || colon == std::string::npos) return key;
+  const std::string others = names.size() == 1 ? "" : absl::StrCat(" +", names.size() - 1);
+  return absl::StrCat(names[0], others, key.substr(colon));
+}
+
 std::string CacheText(const v1::GetCacheStatsResponse& stats, absl::Time now) {
   Rows rows = {{"RAM", BudgetText(stats.ram_budget())}};
   for (const v1::DeviceStats& device : stats.devices()) {
@@ -130,7 +137,7 @@ std::string CacheText(const v1::GetCacheStatsResponse& stats, absl::Time now) {
     for (const v1::CacheRecord& record : stats.records()) {
       std::vector<std::string> residency;
       for (const v1::Residency& on : record.residency()) residency.push_back(ResidencyText(on));
-      table.push_back({ShortRecordKey(record.key(), record.kind()),
+      table.push_back({ShortRecordKey(NamedKey(record.key(), record.names()), record.kind()),
                        absl::StrCat(Printable(record.kind()), record.stale() ? " (stale)" : ""),
                        Printable(record.use()), HumanBytes(record.bytes()), absl::StrCat(record.lock_count()),
                        record.lock_count() > 0 ? "" : HumanMs(ToMs(record.idle())), HumanMs(record.load_ms()),
@@ -141,8 +148,8 @@ std::string CacheText(const v1::GetCacheStatsResponse& stats, absl::Time now) {
   if (stats.recent_evictions_size() > 0) {
     Rows table = {{"EVICTED", "SIZE", "REASON", "AGO"}};
     for (auto it = stats.recent_evictions().rbegin(); it != stats.recent_evictions().rend(); ++it) {
-      table.push_back({ShortKey(it->key()), HumanBytes(it->bytes()), Printable(it->reason()),
-                       HumanMs(MsSince(it->time(), now))});
+      table.push_back({ShortKey(NamedKey(it->key(), it->names())), HumanBytes(it->bytes()),
+                       Printable(it->reason()), HumanMs(MsSince(it->time(), now))});
     }
     absl::StrAppend(&out, "\n", TableText(table));
   }
@@ -189,8 +196,8 @@ std::string PlanText(const v1::PlanResponse& plan) {
     int64_t bytes = 0;
     for (const v1::PlanResponse::Load& load : plan.loads()) {
       bytes += load.bytes();
-      rows.push_back(
-          {ShortRecordKey(load.key(), load.kind()), Printable(load.kind()), HumanBytes(load.bytes())});
+      rows.push_back({ShortRecordKey(NamedKey(load.key(), load.names()), load.kind()), Printable(load.kind()),
+                      HumanBytes(load.bytes())});
     }
     absl::StrAppend(&out, "\n", TableText(rows), SumText(plan.loads_size(), bytes), "\n");
   }
@@ -199,8 +206,8 @@ std::string PlanText(const v1::PlanResponse& plan) {
     int64_t bytes = 0;
     for (const v1::PlanResponse::Eviction& eviction : plan.evictions()) {
       bytes += eviction.bytes();
-      rows.push_back({ShortRecordKey(eviction.key(), eviction.kind()), Printable(eviction.kind()),
-                      HumanBytes(eviction.bytes()),
+      rows.push_back({ShortRecordKey(NamedKey(eviction.key(), eviction.names()), eviction.kind()),
+                      Printable(eviction.kind()), HumanBytes(eviction.bytes()),
                       eviction.device().empty() ? "RAM" : Printable(eviction.device())});
     }
     absl::StrAppend(&out, "\n", TableText(rows), SumText(plan.evictions_size(), bytes), "\n");

@@ -28,6 +28,10 @@ std::string ResidencyText(const v1::Residency& residency);
 // "lora/night@7b3a90" and "transformer" → both in one, the latter not twice.
 std::string ShortRecordKey(const std::string& key, const std::string& kind);
 
+// The key of a record that says which model it is of, and how many others: "night@7b3a90 +2:vae" in place of
+// "weights/5c1d02:vae". Of a record without names its key.
+std::string NamedKey(const std::string& key, const google::protobuf::RepeatedPtrField<std::string>& names);
+
 // How long ago, never negative: the clocks of two machines differ.
 double MsSince(const google::protobuf::Timestamp& time, absl::Time now);
 

@@ -50,12 +50,25 @@ TEST(CtlMemory, BytesThatNoRecordAccountsForAreShown) {
   EXPECT_THAT(CacheText(stats, kNow), HasSubstr("ATTENTION  -2.00 KiB of RAM belong to no record: a bug"));
 }
 
+TEST(CtlMemory, ARecordIsShownByTheModelsThatUseIt) {
+  v1::CacheRecord record;
+  record.set_key("weights/9e1a8f0544496637:vae");
+  EXPECT_EQ(NamedKey(record.key(), record.names()), "weights/9e1a8f0544496637:vae");
+  record.add_names("a@1111111111111111");
+  EXPECT_EQ(NamedKey(record.key(), record.names()), "a@1111111111111111:vae");
+  record.add_names("b@2222222222222222");
+  record.add_names("c@3333333333333333");
+  EXPECT_EQ(NamedKey(record.key(), record.names()), "a@1111111111111111 +2:vae");
+  EXPECT_EQ(NamedKey("lora/night@1111111111111111", record.names()), "lora/night@1111111111111111");
+}
+
 TEST(CtlMemory, AKeyDoesNotSayItsKindTwice) {
   EXPECT_EQ(ShortRecordKey("m@9e1a8f0544496637:vae", "vae"), "m@9e1a8f");
   EXPECT_EQ(ShortRecordKey("m@9e1a8f0544496637:conditioning/clip/104745b72c10e55f", "conditioning"),
             "m@9e1a8f:clip/104745");
   EXPECT_EQ(ShortRecordKey("m@9e1a8f0544496637:text_encoder_2", "text_encoder"), "m@9e1a8f:text_encoder_2");
   EXPECT_EQ(ShortRecordKey("lora/night", "lora"), "lora/night");
+  EXPECT_EQ(ShortRecordKey("m@9e1a8f0544496637 +2:vae", "vae"), "m@9e1a8f +2");
   EXPECT_EQ(ShortRecordKey("conditioning of clip", ""), "conditioning of clip");
 }
 

@@ -209,8 +209,8 @@ Section Records(const v1::GetCacheStatsResponse& stats, int width) {
   for (const v1::CacheRecord* record : records) {
     std::vector<std::string> residency;
     for (const v1::Residency& on : record->residency()) residency.push_back(ResidencyText(on));
-    rows.push_back({ShortRecordKey(record->key(), record->kind()), Printable(record->kind()),
-                    ShortBytes(record->bytes()), LocksText(*record),
+    rows.push_back({ShortRecordKey(NamedKey(record->key(), record->names()), record->kind()),
+                    Printable(record->kind()), ShortBytes(record->bytes()), LocksText(*record),
                     record->lock_count() > 0 ? "" : ShortMs(ToMs(record->idle())), ShortMs(record->load_ms()),
                     absl::StrJoin(residency, ", ")});
   }
@@ -224,8 +224,8 @@ Section Evictions(const v1::GetCacheStatsResponse& stats, absl::Time now, int wi
                                        {"AGO", true, 6}};
   Rows rows;
   for (auto it = stats.recent_evictions().rbegin(); it != stats.recent_evictions().rend(); ++it) {
-    rows.push_back({ShortKey(it->key()), ShortBytes(it->bytes()), Printable(it->reason()),
-                    ShortMs(MsSince(it->time(), now))});
+    rows.push_back({ShortKey(NamedKey(it->key(), it->names())), ShortBytes(it->bytes()),
+                    Printable(it->reason()), ShortMs(MsSince(it->time(), now))});
   }
   return {.lines = FitTable(columns, rows, width)};
 }

@@ -62,8 +62,10 @@ class Resolver {
     if (absl::Status status = pipeline_.CheckEmbedding(file->name, opened->shape); !status.ok()) {
       return OfField(status, field);
     }
-    embeddings.push_back(
-        {.name = file->name, .id = file->id, .tokens = opened->shape.tokens, .vectors = nullptr});
+    embeddings.push_back({.name = file->name,
+                          .id = opened->request.key.id,
+                          .tokens = opened->shape.tokens,
+                          .vectors = nullptr});
     requests_.push_back(std::move(opened->request));
     return true;
   }

@@ -114,6 +114,13 @@ absl::Status Job::Prepare() {
   return AcquirePhase();
 }
 
+absl::Status Job::CheckFiles() const {
+  RETURN_IF_ERROR(setup_.model->Check());
+  for (const HeldLora& lora : *setup_.loras) RETURN_IF_ERROR(lora.handle.resource()->Check());
+  for (const auto& [key, files] : embedding_files_) RETURN_IF_ERROR(files->Check());
+  return absl::OkStatus();
+}
+
 absl::Status Job::LockEmbeddings() {
   ASSIGN_OR_RETURN(const std::vector<LockRequest> requests,
                    ResolveEmbeddings(*setup_.model->pipeline, *core_->catalog, params_));
@@ -123,6 +130,9 @@ absl::Status Job::LockEmbeddings() {
       core_->cache->LockAll(requests, {.owner = setup_.owner,
                                        .deadline = absl::Now() + core_->config.memory_wait_timeout,
                                        .stop = stop_.get_token()}));
+  for (const LockHandle& handle : embedding_locks_) {
+    embedding_files_.emplace_back(handle.key(), handle.As<TextEmbedding>().files());
+  }
   return SetVectors(*setup_.model->pipeline, embedding_locks_, params_);
 }
 
@@ -162,6 +172,7 @@ absl::Status Job::KeepConditioning(Conditioning part, double seconds) {
   std::vector<std::string> sources;
   for (const HeldLora& lora : *setup_.loras) sources.push_back(lora.handle.key().id);
   for (const LockHandle& embedding : embedding_locks_) sources.push_back(embedding.key().id);
+  sources.push_back(setup_.model->part(phases_[current_].component).key.id);
   ASSIGN_OR_RETURN(
       LockHandle handle,
       core_->cache->Insert(CurrentConditioningKey(), "conditioning",
@@ -209,10 +220,11 @@ absl::Status Job::AcquirePhase() {
     if (phases_[current_ + 1].kind != Kind::kEncode) SendEncoded();
     ++current_;
   }
+  RETURN_IF_ERROR(CheckFiles());
   const Phase& phase = phases_[current_];
   if (phase.kind != Kind::kEncode) ReleaseEmbeddings();
   const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
-  Stopwatch watch([&](double ms) { timings_.set_load_ms(timings_.load_ms() + ms); });
+  std::optional<Stopwatch> watch([&](double ms) { timings_.set_load_ms(timings_.load_ms() + ms); });
   auto promise = [&](int64_t bytes, MemoryUse use, const char* what) {
     return core_->ram->Reserve({.bytes = bytes,
                                 .use = use,
@@ -246,6 +258,7 @@ absl::Status Job::AcquirePhase() {
       phase_ = v1::JobInfo::PHASE_DECODING;
       break;
   }
+  watch.reset();  // from here on the job is the executor's
   phase_executor_->Submit(shared_from_this());
   return absl::OkStatus();
 }
@@ -259,11 +272,10 @@ bool Job::RunSlice() {
     Stopwatch watch([&](double ms) { slice_seconds_ += ms / 1000; });
     status = GuardTensorCode("slice", [&]() -> absl::Status {
       ASSIGN_OR_RETURN(phase_over, RunPhaseSlice());
-      // Bytes out of a file that was cut short meanwhile are not weights.
-      RETURN_IF_ERROR(resources_->Check());
-      for (const HeldLora& lora : *setup_.loras) RETURN_IF_ERROR(lora.handle.resource()->Check());
       return absl::OkStatus();
     });
+    // What was read out of files that changed meanwhile is not weights, and its errors are not the job's.
+    if (absl::Status files = CheckFiles(); !files.ok()) status = files;
     if (meter) {
       peak_bytes_ = std::max(peak_bytes_, net_bytes_ + meter->peak_bytes());
       net_bytes_ += meter->net_bytes();
@@ -311,6 +323,7 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
       Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
       Conditioning part;
       RETURN_IF_ERROR(pipeline.Encode(phase.component, resources_->view(), params_, part));
+      RETURN_IF_ERROR(CheckFiles());
       RETURN_IF_ERROR(KeepConditioning(std::move(part), watch.ms() / 1000));
       if (phases_[current_ + 1].kind != Kind::kEncode) SendEncoded();
       return true;
@@ -361,6 +374,7 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
 absl::Status Job::SendPreviews(int64_t step) {
   const int64_t every = setup_.request.preview_every();
   if (every <= 0 || step % every != 0) return absl::OkStatus();
+  RETURN_IF_ERROR(CheckFiles());
   const at::Tensor latents = denoiser_->prediction();
   for (int64_t i = 0; i < latents.size(0); ++i) {
     const at::Tensor small = setup_.model->pipeline->Preview(latents.narrow(0, i, 1));
@@ -491,6 +505,13 @@ void Job::Finish(absl::Status status) {
   conditioning_locks_.clear();
   conditioning_memory_.Release();
   picture_memory_.Release();
+  if (const std::string reason = ErrorReason(status);
+      reason == "FILE_CHANGED" || reason == "FILE_TRUNCATED") {
+    core_->DropChanged(*setup_.model);
+    for (const auto& [key, files] : embedding_files_) {
+      if (!files->Check().ok()) core_->cache->Drop(key);
+    }
+  }
   setup_.request_memory.Release();
   decoded_memory_.Release();
   if (status.ok()) {

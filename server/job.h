@@ -20,6 +20,7 @@
 #include <optional>
 #include <stop_token>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -91,6 +92,10 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   absl::Status AcquirePhase();
   absl::Status EncodePictures();
 
+  // Whether all files that this job is of are what they were when they were opened: the model's, its LoRAs',
+  // and the embeddings'. Before anything is computed from them, and before what was computed is kept or sent.
+  absl::Status CheckFiles() const;
+
   // One slice of the current phase; true when the phase is over. Executor only.
   absl::StatusOr<bool> RunPhaseSlice();
   absl::Status SendPreviews(int64_t step);
@@ -126,6 +131,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   size_t current_ = 0;
   std::vector<PatchReport> reports_;
   std::vector<LockHandle> embedding_locks_;  // of params_.embeddings
+  std::vector<std::pair<ModelKey, std::shared_ptr<const WeightFiles>>> embedding_files_;  // to the job's end
   Conditioning conditioning_;
   std::vector<LockHandle> conditioning_locks_;  // of what is a record
   Reservation conditioning_memory_;             // of the encoder that runs

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <filesystem>
 #include <map>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
@@ -66,11 +68,10 @@ v1::Model ToProto(const OpenModel& model) {
   for (const Component& component : pipeline.components()) {
     v1::ModelComponent& out = *proto.add_components();
     out.set_name(component.name);
-    out.set_bytes(component.files->tensor_bytes());
+    out.set_bytes(model.part(component.name).bytes);
     out.set_parameters(component.layout->parameter_count());
-    std::map<DType, int64_t> bytes;
-    for (const auto& [name, entry] : component.files->tensors())
-      bytes[entry.info->dtype] += entry.info->bytes;
+    const std::map<DType, int64_t> bytes =
+        WeightBytesByType(*component.files, *component.layout, component.key_map, component.prefix);
     auto most = std::max_element(bytes.begin(), bytes.end(),
                                  [](const auto& a, const auto& b) { return a.second < b.second; });
     if (most != bytes.end()) out.set_storage_type(StorageName(most->first));
@@ -240,7 +241,15 @@ grpc::ServerUnaryReactor* ModelServiceImpl::DeleteLora(grpc::CallbackServerConte
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     RETURN_IF_ERROR(CheckUploadsOn(*core_));
     const std::string& name = request->name();
-    if (!core_->uploads->Find(name) && core_->catalog->Lora(name).ok()) {
+    // An upload that is being placed is not known to the store yet, but lies in its folder; Delete waits for
+    // it.
+    const auto is_uploaded = [&](const LoraFile& file) {
+      std::error_code ec;
+      const std::filesystem::path folder = std::filesystem::canonical(core_->uploads->folder(), ec);
+      return !ec && absl::StartsWith(file.path, absl::StrCat(folder.string(), "/"));
+    };
+    const auto file = core_->catalog->Lora(name);
+    if (!core_->uploads->Find(name) && file.ok() && !is_uploaded(*file)) {
       return MakeError(absl::StatusCode::kFailedPrecondition, "NOT_AN_UPLOAD",
                        absl::StrCat(name, " is a file of the server's own; only uploads can be deleted"),
                        {{"resource_type", "lora"}, {"resource_name", name}, {"field", "name"}});

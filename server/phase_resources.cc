@@ -149,6 +149,7 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
                                                     .resident = std::move(resident),
                                                     .cache = core.cache.get(),
                                                     .component = request.key,
+                                                    .model = setup_.model->id,
                                                     .owner = setup_.owner,
                                                     .deadline = deadline,
                                                     .stop = setup_.stop},

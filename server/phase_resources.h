@@ -67,9 +67,6 @@ class PhaseResources {
 
   const WeightView& view() const { return *view_; }
   const PhaseOptions& options() const { return options_; }
-  // DATA_LOSS when a file under the component turned out to be cut short.
-  absl::Status Check() const { return handle_ ? handle_.resource()->Check() : absl::OkStatus(); }
-
   // The key of this phase's measurements, and whether they are wanted.
   const std::string& measurement_key() const { return measurement_key_; }
   bool measures() const { return measures_; }

@@ -13,9 +13,10 @@ namespace {
 
 constexpr char kOwner[] = "pin";
 
-// What to lock, for a model's components, a LoRA or an embedding.
+// What to lock, for a model's components, a LoRA or an embedding. Sets `opened` to the model, if it is one.
 absl::StatusOr<std::vector<LockRequest>> Requests(Catalog& catalog, const std::string& name,
-                                                  const std::vector<std::string>& components) {
+                                                  const std::vector<std::string>& components,
+                                                  std::shared_ptr<const OpenModel>& opened) {
   std::vector<LockRequest> requests;
   auto model = catalog.Model(name);
   if (absl::IsNotFound(model.status())) {
@@ -36,6 +37,7 @@ absl::StatusOr<std::vector<LockRequest>> Requests(Catalog& catalog, const std::s
     return requests;
   }
   if (!model.ok()) return model.status();
+  opened = *model;
   const std::set<std::string> wanted(components.begin(), components.end());
   std::set<std::string> known;
   for (const Component& component : (*model)->pipeline->components()) {
@@ -66,7 +68,9 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
                       absl::StrCat("there is no '", device_name,
                                    "'; GetServerInfo lists the devices, and none means host memory alone"));
   }
-  ASSIGN_OR_RETURN(const std::vector<LockRequest> requests, Requests(*core_->catalog, name, components));
+  std::shared_ptr<const OpenModel> model;
+  ASSIGN_OR_RETURN(const std::vector<LockRequest> requests,
+                   Requests(*core_->catalog, name, components, model));
   const bool copies = device != nullptr && !device->uses_host_memory();
   if (copies && requests.size() == 1 && requests[0].loader.kind == "embedding") {
     return FieldError("device", absl::StrCat(name, " is an embedding, which is kept in host memory alone"));
@@ -85,6 +89,7 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
     loaded.bytes += fresh.handle.resource()->bytes();
     loaded.loaded_records += there.count(fresh.handle.key()) == 0 ? 1 : 0;
     fresh.on = device_name;
+    fresh.model = model;
   }
   if (!pin) return loaded;
   MutexLock lock(&mu_);
@@ -153,12 +158,16 @@ absl::StatusOr<DropResult> PinBoard::Unload(const std::string& name) {
 
 absl::StatusOr<std::vector<std::string>> PinBoard::Ids(const std::string& name) const {
   std::set<std::string> ids;
-  for (const RecordStats& record : core_->cache->Stats().records) {
-    if (absl::StartsWith(record.key.id, absl::StrCat(name, "@")) ||
-        absl::StartsWith(record.key.id, absl::StrCat("lora/", name, "@")) ||
-        absl::StartsWith(record.key.id, absl::StrCat("embedding/", name, "@"))) {
-      ids.insert(record.key.id);
+  auto add = [&](const std::string& id) {
+    if (absl::StartsWith(id, absl::StrCat(name, "@")) ||
+        absl::StartsWith(id, absl::StrCat("lora/", name, "@")) ||
+        absl::StartsWith(id, absl::StrCat("embedding/", name, "@"))) {
+      ids.insert(id);
     }
+  };
+  for (const RecordStats& record : core_->cache->Stats().records) {
+    add(record.key.id);
+    for (const std::string& id : record.names) add(id);
   }
   if (ids.empty() && !core_->catalog->Lora(name).ok() && !core_->catalog->Embedding(name).ok()) {
     auto model = core_->catalog->Model(name);

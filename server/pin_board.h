@@ -5,6 +5,7 @@
 #define LATENTD_SERVER_PIN_BOARD_H_
 
 #include <map>
+#include <memory>
 #include <stop_token>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 
 namespace latentd {
 
+struct OpenModel;
 struct ServerCore;
 
 class PinBoard {
@@ -48,7 +50,8 @@ class PinBoard {
   struct Pin {
     LockHandle handle;
     DeviceLock residency;
-    std::string on;  // the device that was asked for
+    std::string on;                          // the device that was asked for
+    std::shared_ptr<const OpenModel> model;  // whose component it is; null: none's
   };
 
   absl::StatusOr<std::vector<Pin>> Lock(const std::vector<LockRequest>& requests, Device* copy_to);

@@ -28,7 +28,7 @@ class ImaginedCache {
         cap_(stats.ram.cap_bytes),
         free_(stats.ram.cap_bytes - stats.ram.in_use_bytes + stats.leaving_bytes - stats.ram.reserved_bytes) {
     for (const RecordStats& r : stats.records) {
-      if (!r.stale) records_.push_back({r.key.ToString(), r.kind, r.bytes, r.lock_count > 0});
+      if (!r.stale) records_.push_back({r.key.ToString(), r.kind, r.bytes, r.lock_count > 0, false, r.names});
     }
   }
 
@@ -46,8 +46,9 @@ class ImaginedCache {
     held_ -= bytes;
   }
 
-  // Locks a record, loading it when it is not there.
-  bool Lock(const std::string& key, const std::string& kind, int64_t bytes) {
+  // Locks a record, loading it when it is not there. `names` as of RecordStats.
+  bool Lock(const std::string& key, const std::string& kind, int64_t bytes,
+            const std::vector<std::string>& names = {}) {
     Record* record = Find(key);
     if (record == nullptr) {
       if (!MakeRoom(bytes, absl::StrCat(kind, " ", key))) return false;
@@ -56,7 +57,8 @@ class ImaginedCache {
       load.set_key(key);
       load.set_kind(kind);
       load.set_bytes(bytes);
-      records_.push_back({key, kind, bytes, false});
+      for (const std::string& name : names) load.add_names(name);
+      records_.push_back({key, kind, bytes, false, false, names});
       record = &records_.back();
     }
     record->locked = record->mine = true;
@@ -79,7 +81,7 @@ class ImaginedCache {
   }
   // A record that came to be without a load.
   void Keep(const std::string& key, const std::string& kind, int64_t promised) {
-    records_.push_back({key, kind, promised, true, true});
+    records_.push_back({key, kind, promised, true, true, {}});
   }
 
  private:
@@ -88,6 +90,7 @@ class ImaginedCache {
     int64_t bytes;
     bool locked;        // by anybody
     bool mine = false;  // by this job
+    std::vector<std::string> names = {};
   };
 
   Record* Find(const std::string& key) {
@@ -111,6 +114,7 @@ class ImaginedCache {
       eviction.set_key(it->key);
       eviction.set_kind(it->kind);
       eviction.set_bytes(it->bytes);
+      for (const std::string& name : it->names) eviction.add_names(name);
       free_ += it->bytes;
       it = records_.erase(it);
     }
@@ -152,7 +156,7 @@ class ImaginedDevice {
     for (const RecordStats& r : stats.records) {
       for (const ResidencyStats& there : r.residency) {
         if (there.device == name_)
-          copies_.push_back({r.key.ToString(), r.kind, there.bytes, there.lock_count > 0});
+          copies_.push_back({r.key.ToString(), r.kind, there.bytes, there.lock_count > 0, r.names});
       }
     }
   }
@@ -196,7 +200,7 @@ class ImaginedDevice {
     *ring = plan.ring_bytes();
     const int64_t more = std::max<int64_t>(0, plan.resident_bytes - have);
     if (!Promise(more + plan.ring_bytes(), absl::StrCat(kind, " ", key))) return false;
-    if (have == 0) copies_.push_back({key, kind, plan.resident_bytes, true});
+    if (have == 0) copies_.push_back({key, kind, plan.resident_bytes, true, {}});
     return true;
   }
   int64_t Obtainable() const {
@@ -215,6 +219,7 @@ class ImaginedDevice {
     std::string key, kind;
     int64_t bytes;
     bool locked;
+    std::vector<std::string> names;
   };
 
   void MakeRoom(int64_t bytes) {
@@ -229,6 +234,7 @@ class ImaginedDevice {
       eviction.set_kind(smallest->kind);
       eviction.set_bytes(smallest->bytes);
       eviction.set_device(name_);
+      for (const std::string& name : smallest->names) eviction.add_names(name);
       free_ += smallest->bytes;
       copies_.erase(smallest);
     }
@@ -241,19 +247,20 @@ class ImaginedDevice {
   int64_t free_ = 0;
 };
 
-double BytesPerNumber(const Component& component) {
-  return static_cast<double>(component.files->tensor_bytes()) /
+double BytesPerNumber(const OpenModel& model, const Component& component) {
+  return static_cast<double>(model.part(component.name).bytes) /
          static_cast<double>(std::max<int64_t>(component.layout->parameter_count(), 1));
 }
 
 // Most of its numbers, at least.
-bool StoredAsFloat8(const Component& component) { return BytesPerNumber(component) < 1.5; }
+bool StoredAsFloat8(const OpenModel& model, const Component& component) {
+  return BytesPerNumber(model, component) < 1.5;
+}
 
-// What a component's weights will be on a device, from its description: shapes, and the file's bytes per
-// number.
-std::vector<ResourceBlock> DescribeBlocks(const Component& component) {
+// What a component's weights will be on a device, from its description: shapes, and its bytes per number.
+std::vector<ResourceBlock> DescribeBlocks(const OpenModel& model, const Component& component) {
   const ComponentLayout& layout = *component.layout;
-  const double bytes_per_number = BytesPerNumber(component);
+  const double bytes_per_number = BytesPerNumber(model, component);
   std::vector<ResourceBlock> blocks;
   for (const ComponentLayout::Block& block : layout.blocks()) blocks.push_back({0, block.stays});
   blocks.push_back({0, true});
@@ -390,13 +397,13 @@ class Planner {
     const auto it = devices_.find(&device);
     PhaseOptions options;
     if (can_tile && tiling_ == v1::VAE_TILING_ALWAYS) options.tile = model_.pipeline->SmallerTile(params_, 0);
-    if (!ram_.Lock(key, component.name, request.loader.estimated_bytes)) return false;
+    if (!ram_.Lock(key, component.name, request.loader.estimated_bytes, {model_.id})) return false;
     if (can_tile && (tiling_ == v1::VAE_TILING_ALWAYS || tiling_ == v1::VAE_TILING_WHEN_NEEDED)) {
       const auto slots = static_cast<int32_t>(core_.config.ring_blocks);
       const int64_t room =
           it == devices_.end()
               ? ram_.Obtainable()
-              : it->second.Obtainable() - PlanResidency(DescribeBlocks(component), 0, slots).bytes();
+              : it->second.Obtainable() - PlanResidency(DescribeBlocks(model_, component), 0, slots).bytes();
       while (WorkingBytes(component, options, device) > room) {
         const int64_t smaller = model_.pipeline->SmallerTile(params_, options.tile);
         if (smaller == 0) break;
@@ -456,7 +463,7 @@ class Planner {
     v1::PlanResponse::Phase unused;
     int64_t ring = 0, none = 0;
     std::vector<std::string> copies;
-    if (mode_ != PatchMode::kDirect || StoredAsFloat8(component)) {
+    if (mode_ != PatchMode::kDirect || StoredAsFloat8(model_, component)) {
       for (const LoraChoice& lora : loras_) {
         if (!Reaches(lora, component.name)) continue;
         copies.push_back(lora.request.key.ToString());
@@ -474,7 +481,8 @@ class Planner {
     if (overlay.record_first && !lock_merged(1)) return false;
     if (!device.Promise(overlay.beside_bytes, "patches") ||
         !device.Promise(working, absl::StrCat("working memory of ", component.name)) ||
-        !device.Lock(key, component.name, DescribeBlocks(component), mode, ring_slots, phase, &ring)) {
+        !device.Lock(key, component.name, DescribeBlocks(model_, component), mode, ring_slots, phase,
+                     &ring)) {
       return false;
     }
     // Of merged weights, those are copied whose blocks are resident.
@@ -513,14 +521,14 @@ class Planner {
       specs.push_back(std::move(spec));
     }
     if (specs.empty() && unread_bytes == 0) return overlay;
-    const double bytes_per_number = BytesPerNumber(component);
-    const bool direct = mode_ == PatchMode::kDirect && !StoredAsFloat8(component);
+    const double bytes_per_number = BytesPerNumber(model_, component);
+    const bool direct = mode_ == PatchMode::kDirect && !StoredAsFloat8(model_, component);
     const bool all_read = unread_bytes == 0;
     // A file that was not read yet is taken for plain low-rank layers.
     const LockHandle loaded = core_.cache->Peek(key, "plan");
     auto form = [&](Slot slot) {
       if (loaded) return loaded.As<WeightSet>()[slot].form;
-      return StoredAsFloat8(component) ? StorageForm::kFloat8 : StorageForm::kPlain;
+      return StoredAsFloat8(model_, component) ? StorageForm::kFloat8 : StorageForm::kPlain;
     };
     const auto size =
         LayerPatcher::OverlayBytes(*component.layout, bytes_per_number, form, *component.patch_target,
@@ -530,7 +538,7 @@ class Planner {
     overlay.merging_bytes = size.merging;
     overlay.beside_bytes = size.beside;
     // A file holds its matrices in half the type's width, as a rule; merged, they touch the whole component.
-    if (!all_read && direct) overlay.record_bytes = component.files->tensor_bytes();
+    if (!all_read && direct) overlay.record_bytes = model_.part(component.name).bytes;
     if (!all_read && !direct) overlay.beside_bytes += 2 * unread_bytes;
     if (overlay.record_bytes > 0) {
       overlay.record = all_read ? size.record.ToString() : absl::StrCat(key.ToString(), " with patches");

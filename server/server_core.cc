@@ -95,6 +95,8 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& con
     spdlog::info("ram_cap={} of {}: {}", cap.bytes, machine, cap.rule);
   }
   core->cache = std::make_unique<ModelCache>(core->ram.get(), devices);
+  core->mapping_reliever =
+      std::make_unique<MappingReliever>([cache = core->cache.get()] { return cache->Trim(1) > 0; });
   std::vector<std::string> lora_roots = config.lora_roots;
   if (!config.upload_dir.empty()) {
     ASSIGN_OR_RETURN(core->uploads, OpenUploads(core.get()));
@@ -152,7 +154,7 @@ std::set<std::string> DevicesWith(const ModelCache& cache, const ModelKey& key) 
 
 Executor& ServerCore::PlaceEncoder(const OpenModel& model, const std::string& component, Executor& home) {
   if (executors.size() == 1 || home.load() == 0) return home;
-  const std::set<std::string> holds = DevicesWith(*cache, {model.id, component});
+  const std::set<std::string> holds = DevicesWith(*cache, model.part(component).key);
   Executor* idle = nullptr;
   for (const auto& executor : executors) {
     if (!executor->idle() || !executor->device().Check().ok()) continue;
@@ -165,7 +167,8 @@ Executor& ServerCore::PlaceEncoder(const OpenModel& model, const std::string& co
 
 Executor& ServerCore::WouldPlace(const OpenModel& model) const {
   if (executors.size() == 1) return *executors[0];
-  const std::set<std::string> holds = DevicesWith(*cache, {model.id, model.pipeline->denoiser_component()});
+  const std::set<std::string> holds =
+      DevicesWith(*cache, model.part(model.pipeline->denoiser_component()).key);
   constexpr int kLost = 1 << 20;
   auto cost = [&](const std::unique_ptr<Executor>& e) {
     const int copy = e->device().uses_host_memory() || holds.count(e->device().name()) != 0 ? 0 : 1;
@@ -181,6 +184,34 @@ Executor& ServerCore::Place(const OpenModel& model) {
   Executor& executor = WouldPlace(model);
   executor.AddJob();
   return executor;
+}
+
+void ServerCore::DropChanged(const OpenModel& model) {
+  bool changed = false;
+  for (const Component& component : model.pipeline->components()) {
+    if (component.files->Check().ok()) continue;
+    changed = true;
+    cache->Drop({model.part(component.name).key.id, ""});
+  }
+  if (changed) {
+    spdlog::warn("model {}: its files were changed while they were in use; what was made of {} is dropped",
+                 model.name, model.id);
+    cache->Drop({model.id, ""});
+  }
+  LookAtFiles();
+}
+
+void ServerCore::LookAtFiles() {
+  for (const std::string& id : catalog->TakeUnused()) cache->Drop({id, ""});
+  cache->DropUnfit();
+}
+
+void ServerCore::LookAtFilesOnWorker() {
+  if (looking_at_files.exchange(true)) return;
+  workers->Submit([this] {
+    LookAtFiles();
+    looking_at_files = false;
+  });
 }
 
 absl::Status ServerCore::CheckAccepting() const {

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "cache/device.h"
+#include "cache/mapped_file.h"
 #include "cache/model_cache.h"
 #include "cache/mutex.h"
 #include "patcher/layer_patcher.h"
@@ -44,6 +45,13 @@ struct ServerCore {
   // the encoder; else `home`.
   Executor& PlaceEncoder(const OpenModel& model, const std::string& component, Executor& home);
 
+  // After a job on `model` failed for files that changed: nothing that was made of them is kept.
+  void DropChanged(const OpenModel& model);
+  // Lets go of what nobody can ask for any more: records of files that changed or went away, and of models
+  // that were replaced and that no session has. Looks at the files of everything in memory.
+  void LookAtFiles();
+  void LookAtFilesOnWorker();  // the disk may be slow; does nothing while one looks
+
   // UNAVAILABLE SERVER_DRAINING while going down.
   absl::Status CheckAccepting() const;
 
@@ -51,11 +59,13 @@ struct ServerCore {
   std::string instance;  // random, 128 bit in hex
   absl::Time start_time;
   std::atomic<bool> draining = false;
+  std::atomic<bool> looking_at_files = false;
   std::atomic<int64_t> queued_jobs = 0;  // sent and not finished, of all sessions
 
   std::unique_ptr<RamBudget> ram;
   std::vector<std::unique_ptr<Device>> devices;
   std::unique_ptr<ModelCache> cache;
+  std::unique_ptr<MappingReliever> mapping_reliever;  // evicts what nobody uses
   std::unique_ptr<UploadStore> uploads;  // null: uploads are off
   std::unique_ptr<Catalog> catalog;
   std::unique_ptr<Measurements> measurements;

@@ -17,6 +17,7 @@
 namespace latentd {
 namespace {
 
+constexpr absl::Duration kLookAtFilesEvery = absl::Seconds(1);
 constexpr absl::Duration kStallLimit = absl::Minutes(2);
 
 absl::Status JobNotFound(const std::string& job_id) {
@@ -307,6 +308,7 @@ void SessionScope::RunSetLoras(const Request& request) {
     if (request.patch_mode != v1::PATCH_MODE_UNSPECIFIED) {
       ASSIGN_OR_RETURN(mode, PatchModeFromProto(request.patch_mode, core_->config));
     }
+    RETURN_IF_ERROR(model_->Check());
     ASSIGN_OR_RETURN(fresh, LockLoras(request.loras, *model_));
     return absl::OkStatus();
   });
@@ -539,6 +541,7 @@ void SessionRegistry::Drain(absl::Time deadline) {
 }
 
 void SessionRegistry::Watch() {
+  absl::Time looked = absl::InfinitePast();
   MutexLock lock(&mu_);
   while (!stopping_) {
     changed_.WaitWithTimeout(&mu_, absl::Milliseconds(250));
@@ -547,6 +550,10 @@ void SessionRegistry::Watch() {
     const absl::Time now = absl::Now();
     for (const auto& scope : All()) scope->Tick(now);
     core_->cache->EvictUnusedSince(now - core_->config.keep_alive);
+    if (now - looked > kLookAtFilesEvery) {
+      looked = now;
+      core_->LookAtFilesOnWorker();
+    }
     mu_.Lock();
   }
 }

@@ -110,25 +110,27 @@ absl::StatusOr<TextEmbeddingShape> TextEmbedding::Describe(const WeightFiles& fi
   return ShapeOf(files, names);
 }
 
-absl::StatusOr<std::shared_ptr<const TextEmbedding>> TextEmbedding::Load(const WeightFiles& files,
-                                                                         const LoadContext& context) {
-  ASSIGN_OR_RETURN(const Names names, NamesIn(files));
+absl::StatusOr<std::shared_ptr<const TextEmbedding>> TextEmbedding::Load(
+    std::shared_ptr<const WeightFiles> files, const LoadContext& context) {
+  ASSIGN_OR_RETURN(const Names names, NamesIn(*files));
   auto embedding = std::make_shared<TextEmbedding>();
-  ASSIGN_OR_RETURN(embedding->shape_, ShapeOf(files, names));
+  ASSIGN_OR_RETURN(embedding->shape_, ShapeOf(*files, names));
+  files->TakeSamples();
   for (const auto& [name, vectors] :
        {std::pair(&names.clip_l, &embedding->clip_l_), std::pair(&names.clip_g, &embedding->clip_g_)}) {
     if (name->empty()) continue;
     if (context.cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "load cancelled");
-    ASSIGN_OR_RETURN(const at::Tensor tensor, files.Read(*name));
-    // A copy, so that nothing of the file is held.
+    ASSIGN_OR_RETURN(const at::Tensor tensor, files->Read(*name));
+    // A copy, whatever type it is of.
     *vectors = tensor.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true)
                    .reshape({embedding->shape_.tokens, tensor.size(-1)})
                    .contiguous();
-    RETURN_IF_ERROR(files.Check());
+    RETURN_IF_ERROR(files->Check());
     if (!vectors->isfinite().all().item<bool>())
       return InvalidTensor(*name, "holds a value that is not finite");
   }
   context.Progress(embedding->bytes(), embedding->bytes());
+  embedding->files_ = std::move(files);
   return embedding;
 }
 

@@ -49,9 +49,9 @@ class TextEmbedding : public Resource {
   // no vectors, or more than kMaxEmbeddingTokens.
   static absl::StatusOr<TextEmbeddingShape> Describe(const WeightFiles& files);
 
-  // Errors: those of Describe, and INVALID_EMBEDDING for a value that is not finite; DATA_LOSS
-  // FILE_TRUNCATED; CANCELLED.
-  static absl::StatusOr<std::shared_ptr<const TextEmbedding>> Load(const WeightFiles& files,
+  // Errors: those of Describe, and INVALID_EMBEDDING for a value that is not finite; those of
+  // WeightFiles::Check; CANCELLED.
+  static absl::StatusOr<std::shared_ptr<const TextEmbedding>> Load(std::shared_ptr<const WeightFiles> files,
                                                                    const LoadContext& context);
 
   const TextEmbeddingShape& shape() const { return shape_; }
@@ -60,7 +60,12 @@ class TextEmbedding : public Resource {
     return encoder == EmbeddingEncoder::kClipL ? clip_l_ : clip_g_;
   }
 
+  // That it was read from. They hold none of its bytes, and no more of the file than its mapping.
+  const std::shared_ptr<const WeightFiles>& files() const { return files_; }
+
   int64_t bytes() const override { return shape_.bytes(); }
+  absl::Status Check() const override { return files_->Check(); }
+  bool at_its_place() const override { return files_->at_its_place(); }
   // The encoder takes the rows to its device itself.
   absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device&, const std::vector<bool>&, const Resource*,
                                                          std::stop_token) const override {
@@ -69,7 +74,8 @@ class TextEmbedding : public Resource {
 
  private:
   TextEmbeddingShape shape_;
-  at::Tensor clip_l_, clip_g_;
+  at::Tensor clip_l_, clip_g_;                // copies
+  std::shared_ptr<const WeightFiles> files_;  // tells whether they are still what the file holds
 };
 
 }  // namespace latentd

@@ -73,7 +73,7 @@ class TextEmbeddingTest : public testing::Test {
     std::ofstream(path_, std::ios::binary | std::ios::trunc) << file;
     ASSIGN_OR_RETURN(const auto files, WeightFiles::Open(path_));
     ASSIGN_OR_RETURN(const TextEmbeddingShape shape, TextEmbedding::Describe(*files));
-    auto embedding = TextEmbedding::Load(*files, LoadContext([] { return false; }, [](int64_t, int64_t) {}));
+    auto embedding = TextEmbedding::Load(files, LoadContext([] { return false; }, [](int64_t, int64_t) {}));
     if (embedding.ok()) {
       EXPECT_EQ((*embedding)->shape().ToString(), shape.ToString());
       EXPECT_EQ((*embedding)->bytes(), shape.bytes());

@@ -92,11 +92,8 @@ void ServeNoop(const std::string& address, const std::string& weights) {
   config.listen = {address};
   config.threads_per_device = 1;
   const auto daemon = OrDie(Daemon::Start(config));
-  auto model = std::make_shared<OpenModel>();
-  model->name = kNoopModel;
-  model->id = std::string(kNoopModel) + "@0";
-  model->pipeline = std::make_unique<NoopPipeline>(weights);
-  daemon->core().catalog->AddModel(std::move(model));
+  daemon->core().catalog->AddModel(OpenModel::Make(kNoopModel, std::string(kNoopModel) + "@0", "",
+                                                   std::make_unique<NoopPipeline>(weights)));
   std::cout << "ready" << std::endl;
   std::cin.get();
 }
