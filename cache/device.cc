@@ -18,6 +18,7 @@
 #include "cache/error.h"
 #include "cache/fault_injection.h"
 #include "cache/mutex.h"
+#include "cache/start_thread.h"
 
 namespace latentd {
 namespace {
@@ -161,14 +162,20 @@ struct SimDevice::State {
 // A thread that copies. Computing is synchronous here, so a copy never has to wait for it.
 class SimDevice::Stream : public CopyStream {
  public:
-  explicit Stream(std::shared_ptr<State> state) : state_(std::move(state)), thread_([this] { Run(); }) {}
+  static absl::StatusOr<std::unique_ptr<CopyStream>> Create(std::shared_ptr<State> state) {
+    auto stream = std::make_unique<Stream>(std::move(state));
+    ASSIGN_OR_RETURN(stream->thread_, StartThread("copies to a device", [s = stream.get()] { s->Run(); }));
+    return stream;
+  }
+
+  explicit Stream(std::shared_ptr<State> state) : state_(std::move(state)) {}
   ~Stream() override {
     {
       MutexLock lock(&mu_);
       stopping_ = true;
       changed_.SignalAll();
     }
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
   }
 
   absl::StatusOr<uint64_t> Begin(std::vector<Piece> pieces) override {
@@ -248,7 +255,7 @@ absl::Status SimDevice::CopyIn(void* to, const void* from, int64_t bytes) {
 
 absl::StatusOr<std::unique_ptr<CopyStream>> SimDevice::NewCopyStream() {
   RETURN_IF_ERROR(state_->CheckLost());
-  return std::make_unique<Stream>(state_);
+  return Stream::Create(state_);
 }
 
 int64_t SimDevice::allocated_bytes() const { return *state_->allocated; }

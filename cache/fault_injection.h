@@ -9,6 +9,7 @@
 #define LATENTD_CACHE_FAULT_INJECTION_H_
 
 #include <cstdint>
+#include <functional>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
@@ -22,12 +23,18 @@ enum class FaultPoint {
   kOpen,      // a file: NOT_FOUND FILE_NOT_FOUND
   kRead,      // a tensor of a file: DATA_LOSS FILE_TRUNCATED
   kWatch,     // a watch of a file: RESOURCE_EXHAUSTED OUT_OF_WATCHES
+  kThread,    // a thread: RESOURCE_EXHAUSTED NO_THREADS
+  kWeight,    // a weight that a network reads: INTERNAL INFERENCE_FAILED
 };
 
 class FaultInjector {
  public:
   // From now on, the n-th passing (1 = the next) of `point` fails, once. Replaces what was armed.
   static void Arm(FaultPoint point, int64_t n);
+
+  // The same, but `what` is called in place of the failure, by the thread that passes; and that passing goes
+  // well. For a test that has to act at a moment of a run.
+  static void Call(FaultPoint point, int64_t n, std::function<void()> what);
 
   // Ends it. Returns true when the failure has happened.
   static bool Disarm();

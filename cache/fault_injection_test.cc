@@ -31,6 +31,19 @@ TEST(FaultInjection, DisarmingTellsWhenTheFailureWasNotReached) {
   EXPECT_TRUE(MaybeFail(FaultPoint::kRead, "x").ok());
 }
 
+TEST(FaultInjection, ACallTakesTheFailuresPlace) {
+  int called = 0;
+  FaultInjector::Call(FaultPoint::kRead, 2, [&] { ++called; });
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(MaybeFail(FaultPoint::kRead, "x").ok());
+    EXPECT_EQ(called, i == 0 ? 0 : 1);
+  }
+  EXPECT_TRUE(FaultInjector::Disarm());
+  FaultInjector::Arm(FaultPoint::kRead, 1);
+  EXPECT_FALSE(MaybeFail(FaultPoint::kRead, "x").ok());
+  EXPECT_TRUE(FaultInjector::Disarm());
+}
+
 TEST(FaultInjection, EveryPointHasTheErrorThatItHasInEarnest) {
   const struct {
     FaultPoint point;
@@ -43,6 +56,8 @@ TEST(FaultInjection, EveryPointHasTheErrorThatItHasInEarnest) {
       {FaultPoint::kOpen, absl::StatusCode::kNotFound, "FILE_NOT_FOUND"},
       {FaultPoint::kRead, absl::StatusCode::kDataLoss, "FILE_TRUNCATED"},
       {FaultPoint::kWatch, absl::StatusCode::kResourceExhausted, "OUT_OF_WATCHES"},
+      {FaultPoint::kThread, absl::StatusCode::kResourceExhausted, "NO_THREADS"},
+      {FaultPoint::kWeight, absl::StatusCode::kInternal, "INFERENCE_FAILED"},
   };
   for (const auto& c : kCases) {
     FaultInjector::Arm(c.point, 1);

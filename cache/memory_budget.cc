@@ -60,6 +60,11 @@ Reservation Reservation::Split(int64_t bytes, MemoryUse use) {
   return part;
 }
 
+void Reservation::PassTo(std::string owner) {
+  if (budget_ != nullptr && !committed_ && bytes_ > 0) budget_->ChangeOwner(bytes_, owner_, owner);
+  owner_ = std::move(owner);
+}
+
 void Reservation::ShrinkTo(int64_t bytes) {
   if (bytes < bytes_) Split(bytes_ - bytes).Release();
 }
@@ -132,6 +137,14 @@ void MemoryBudget::Commit(int64_t bytes, MemoryUse use, const std::string& owner
   in_use_ += bytes;
   ledger.in_use_bytes += bytes;
   TakeOffPromised(bytes, owner);
+}
+
+void MemoryBudget::ChangeOwner(int64_t bytes, const std::string& from, const std::string& to) {
+  MutexLock lock(&mu_);
+  TakeOffPromised(bytes, from);
+  promised_[to] += bytes;
+  ++epoch_;  // who was stuck for these bytes no longer is
+  changed_.SignalAll();
 }
 
 void MemoryBudget::ChangeUse(int64_t bytes, bool committed, MemoryUse from, MemoryUse to) {

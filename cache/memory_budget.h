@@ -79,6 +79,10 @@ class Reservation {
   Reservation Split(int64_t bytes) { return Split(bytes, use_); }
   Reservation Split(int64_t bytes, MemoryUse use);
 
+  // From now on the bytes are another's, who does not wait for memory because of it: a wait for them is one
+  // that can end.
+  void PassTo(std::string owner);
+
   // Gives back what goes beyond `bytes`. Never grows.
   void ShrinkTo(int64_t bytes);
 
@@ -215,6 +219,7 @@ class MemoryBudget {
   void ChangeUse(int64_t bytes, bool committed, MemoryUse from, MemoryUse to);
   void Give(int64_t bytes, MemoryUse use, bool committed, const std::string& owner);
   void Commit(int64_t bytes, MemoryUse use, const std::string& owner);
+  void ChangeOwner(int64_t bytes, const std::string& from, const std::string& to);
   void TakeOffPromised(int64_t bytes, const std::string& owner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const std::string name_;

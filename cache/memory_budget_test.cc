@@ -438,5 +438,26 @@ TEST(MemoryBudget, APromiseCanBeMadeToFail) {
   EXPECT_TRUE(budget.TryReserve(Ask(1)).ok());
 }
 
+// What a session's client has yet to read is not the session's: it may wait for those bytes.
+TEST(Reservation, BytesThatWerePassedOnAreWaitedForByTheirFormerOwner) {
+  RamBudget ram(100);
+  Reservation all = *ram.Reserve({.bytes = 100, .owner = "session", .what = "pictures"});
+  // Nobody else holds anything: refused at once.
+  EXPECT_EQ(ErrorReason(ram.Reserve({.bytes = 10, .owner = "session", .what = "more"}).status()),
+            "BUDGET_EXHAUSTED");
+  Reservation file = all.Split(60);
+  file.PassTo("the reader of session");
+  EXPECT_EQ(ram.stats().reserved_bytes, 100);
+  std::thread reader([&] {
+    while (ram.stats().waiting == 0) std::this_thread::yield();
+    file.Release();
+  });
+  const auto more = ram.Reserve({.bytes = 10, .owner = "session", .what = "more"});
+  reader.join();
+  EXPECT_TRUE(more.ok()) << more.status();
+  all.Release();
+  EXPECT_EQ(ram.stats().reserved_bytes, 10);
+}
+
 }  // namespace
 }  // namespace latentd

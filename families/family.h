@@ -2,8 +2,7 @@
 //
 //   Family    detects whether files are of its architecture and describes the model in them
 //   Pipeline  one described model: components, defaults, and the phases encode → begin → decode
-//   Denoiser  one running generation; the executor calls Step() and owns the loop, so that progress,
-//             preview, cancel and fairness between sessions are written once
+//   Denoiser  one running generation, picture by picture (families/denoiser.h)
 //
 // Nothing here holds weights or knows of sessions, devices or LoRAs: weights come in as a WeightView. All
 // that goes in and out of a phase (conditioning, latents, pictures) is in host memory; a phase takes it to
@@ -23,6 +22,7 @@
 #include "cache/key_map.h"
 #include "cache/weight_files.h"
 #include "families/conditioning.h"
+#include "families/denoiser.h"
 #include "families/generate_params.h"
 #include "patcher/patch_target.h"
 #include "patcher/weight_view.h"
@@ -40,25 +40,6 @@ struct Component {
   std::string prefix;               // taken off the file's names first
   // Where LoRAs find their layers; a component without one takes no patches.
   std::optional<PatchTarget> patch_target;
-};
-
-struct StepReport {
-  int64_t index = 0;  // 1-based, after the step
-  int64_t count = 0;
-  double sigma = 0;  // noise level that the step started from
-};
-
-class Denoiser {
- public:
-  virtual ~Denoiser() = default;
-  virtual int64_t step_count() const = 0;
-  virtual bool done() const = 0;
-  // One step for all pictures of the batch. REQUIRES: !done().
-  virtual absl::StatusOr<StepReport> Step(const WeightView& weights) = 0;
-  // Current latents [N, C, h, w] in the unpacked form that Pipeline::Decode takes. Copies, to host memory.
-  virtual at::Tensor latents() const = 0;
-  // What the last step takes the finished latents to be, for previews; in the same form.
-  virtual at::Tensor prediction() const { return latents(); }
 };
 
 // What ListModels shows: the values that Validate fills in where the request leaves them out.
@@ -126,7 +107,7 @@ class Pipeline {
                                                           at::Tensor image_latents) const = 0;
 
   virtual std::string decoder_component() const = 0;
-  // One picture: latents [1, C, h, w] → uint8 [H, W, 3].
+  // One picture: latents [1, C, h, w] → uint8 [H, W, 3]. Errors: FAILED_PRECONDITION NON_FINITE.
   virtual absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
                                             const PhaseOptions& options) const = 0;
   // The next smaller tile to try: below `tile`, or the first one when that is 0. 0: there is none.

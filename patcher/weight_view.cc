@@ -1,6 +1,8 @@
 #include "patcher/weight_view.h"
 
 #include "ATen/ATen.h"
+#include "cache/error.h"
+#include "cache/fault_injection.h"
 #include "cache/weight_stream.h"
 #include "patcher/overlay.h"
 
@@ -19,7 +21,7 @@ WeightView::WeightView(const WeightSet& base, const Overlay* overlay, at::Scalar
   vectors_.resize(decls.size());
   for (size_t i = 0; i < decls.size(); ++i) {
     if (decls[i].shape.size() != 1) continue;
-    const at::Tensor& stored = Stored(Slot{static_cast<int32_t>(i)});
+    const at::Tensor& stored = Find(Slot{static_cast<int32_t>(i)});
     if (Usable(stored)) continue;
     vectors_[i] = at::empty(stored.sizes(), stored.options().dtype(compute_));
     Convert(Slot{static_cast<int32_t>(i)}, stored, vectors_[i]);
@@ -27,6 +29,15 @@ WeightView::WeightView(const WeightSet& base, const Overlay* overlay, at::Scalar
 }
 
 const at::Tensor& WeightView::Stored(Slot slot) const {
+  if (absl::Status status = MaybeFail(FaultPoint::kWeight, "a weight"); !status.ok())
+    throw StatusError(status);
+  if (stop_.stop_requested()) {
+    throw StatusError(MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled between two weights"));
+  }
+  return Find(slot);
+}
+
+const at::Tensor& WeightView::Find(Slot slot) const {
   if (overlay_ != nullptr) {
     if (const at::Tensor* merged = overlay_->merged(slot)) return *merged;
   }

@@ -10,6 +10,8 @@
 #define LATENTD_PATCHER_WEIGHT_VIEW_H_
 
 #include <cstdint>
+#include <stop_token>
+#include <utility>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -28,6 +30,11 @@ class WeightView {
   // everything.
   WeightView(const WeightSet& base, const Overlay* overlay, at::ScalarType compute = at::kFloat,
              WeightStream* stream = nullptr);
+
+  // From now on, asking for a weight while a stop is requested throws StatusError (cache/weight_stream.h)
+  // with CANCELLED: there is no other way out of a network's formulas, and a network asks many times in each
+  // of its blocks. Whoever runs a slice catches it (GuardTensorCode).
+  void StopWith(std::stop_token stop) { stop_ = std::move(stop); }
 
   at::ScalarType compute_type() const { return compute_; }
 
@@ -62,6 +69,7 @@ class WeightView {
   at::Tensor Linear(Slot weight, Slot bias, const at::Tensor& x) const;
 
  private:
+  const at::Tensor& Find(Slot slot) const;
   // Writes a weight's numbers in the compute type. `stored` is what Stored(slot) gives.
   void Convert(Slot slot, const at::Tensor& stored, at::Tensor& out) const;
   // True for what kernels can take as it is: of the compute type, and aligned.
@@ -78,6 +86,7 @@ class WeightView {
   mutable at::Tensor scratch_;       // a weight on its way from storage to compute type
   mutable at::Tensor shaped_;
   mutable at::Tensor workspace_;
+  std::stop_token stop_;
 };
 
 }  // namespace latentd

@@ -36,6 +36,35 @@ absl::Status ClientGone() {
   return MakeError(absl::StatusCode::kCancelled, kClientGone, "the client cancelled or is gone");
 }
 
+// What of the stream's state a scope asks for, and does to it, whatever the messages are.
+template <typename Writer>
+class StreamClient : public SessionClient {
+ public:
+  explicit StreamClient(std::shared_ptr<Writer> writer) : writer_(std::move(writer)) {}
+
+  int64_t UnreadBytes() const override { return writer_->unread_bytes(); }
+  void WhenRead(int64_t bytes, std::function<void()> then) override {
+    writer_->WhenRead(bytes, std::move(then));
+  }
+  bool TooSlow(absl::Duration window, int64_t bytes_per_second) override {
+    return writer_->too_slow({window, bytes_per_second});
+  }
+  void DropUnread() override { writer_->DropUnsent(); }
+  void BreakOff() override { writer_->BreakOff(); }
+  bool Gone() const override { return writer_->done(); }
+
+ protected:
+  // Of one picture's previews, the newest will do.
+  static typename Writer::Options OptionsFor(const std::string& job_id, const v1::JobEvent& event,
+                                             Reservation memory) {
+    std::string replaces;
+    if (event.has_preview()) replaces = absl::StrCat(event.preview().index(), "/", job_id);
+    return {std::move(replaces), std::move(memory)};
+  }
+
+  const std::shared_ptr<Writer> writer_;
+};
+
 // What both reactors do: they own a writer and a scope, and cancelling ends both.
 template <typename Reactor, typename Base, typename Message>
 class ScopeReactor : public Base {
@@ -56,7 +85,8 @@ class ScopeReactor : public Base {
   }
 
  protected:
-  ScopeReactor() : writer_(std::make_shared<Writer>(static_cast<Reactor*>(this))) {}
+  explicit ScopeReactor(grpc::CallbackServerContext* context)
+      : writer_(std::make_shared<Writer>(static_cast<Reactor*>(this), [context] { context->TryCancel(); })) {}
   ~ScopeReactor() override = default;
 
   // Takes the scope and starts it, then does `more` with it. The call may have been cancelled while there was
@@ -81,17 +111,18 @@ class SessionReactor;
 using SessionWriter = StreamWriter<SessionReactor, v1::SessionResponse>;
 
 // What the scope says, as messages.
-class SessionStreamClient : public SessionClient {
+class SessionStreamClient : public StreamClient<SessionWriter> {
  public:
   SessionStreamClient(ServerCore* core, std::shared_ptr<SessionWriter> writer)
-      : core_(core), writer_(std::move(writer)) {}
+      : StreamClient(std::move(writer)), core_(core) {}
 
   void set_session(std::string id, absl::Duration idle_timeout) {
     session_ = std::move(id);
     idle_timeout_ = idle_timeout;
   }
 
-  void OnOpened(const std::string& request_id, const OpenModel& model, const std::vector<PatchReport>& loras) override {
+  void OnOpened(const std::string& request_id, const OpenModel& model,
+                const std::vector<PatchReport>& loras) override {
     v1::SessionResponse response = Reply(request_id);
     auto& opened = *response.mutable_opened();
     opened.set_session(session_);
@@ -112,31 +143,34 @@ class SessionStreamClient : public SessionClient {
     writer_->Send(std::move(response));
   }
 
-  void OnError(const std::string& request_id, const std::string& job_id, const absl::Status& status) override {
+  void OnError(const std::string& request_id, const std::string& job_id,
+               const absl::Status& status) override {
     v1::SessionResponse response = Reply(request_id);
     response.mutable_error()->set_job_id(job_id);
     *response.mutable_error()->mutable_status() = ToRpcStatus(status);
     writer_->Send(std::move(response));
   }
 
-  void OnJobEvent(const std::string& request_id, const std::string& job_id, v1::JobEvent event) override {
-    const bool is_preview = event.has_preview();
+  void OnJobEvent(const std::string& request_id, const std::string& job_id, v1::JobEvent event,
+                  Reservation memory) override {
+    auto options = OptionsFor(job_id, event, std::move(memory));
     v1::SessionResponse response = Reply(request_id);
     response.mutable_job_event()->set_job_id(job_id);
     *response.mutable_job_event()->mutable_event() = std::move(event);
-    writer_->Send(std::move(response), is_preview);
+    writer_->Send(std::move(response), std::move(options));
   }
 
-  void OnJobFailed(const std::string& request_id, const std::string& job_id, const absl::Status& status) override {
+  void OnJobFailed(const std::string& request_id, const std::string& job_id,
+                   const absl::Status& status) override {
     v1::JobEvent event;
     *event.mutable_failed()->mutable_status() = ToRpcStatus(status);
-    OnJobEvent(request_id, job_id, std::move(event));
+    OnJobEvent(request_id, job_id, std::move(event), {});
   }
 
   void OnJobCancelled(const std::string& request_id, const std::string& job_id) override {
     v1::JobEvent event;
     event.mutable_cancelled();
-    OnJobEvent(request_id, job_id, std::move(event));
+    OnJobEvent(request_id, job_id, std::move(event), {});
   }
 
   void OnEnded(EndReason reason, const absl::Status& status) override {
@@ -152,7 +186,6 @@ class SessionStreamClient : public SessionClient {
 
   // Of the `close` request; set before the end is asked for.
   void set_close_request_id(std::string id) { close_request_id_ = std::move(id); }
-  bool Stalled(absl::Duration limit) const override { return writer_->stalled(limit); }
 
  private:
   static v1::SessionResponse Reply(const std::string& request_id) {
@@ -162,7 +195,6 @@ class SessionStreamClient : public SessionClient {
   }
 
   ServerCore* const core_;
-  const std::shared_ptr<SessionWriter> writer_;
   std::string session_;
   std::string close_request_id_;
   absl::Duration idle_timeout_;
@@ -172,7 +204,8 @@ class SessionReactor
     : public ScopeReactor<SessionReactor, grpc::ServerBidiReactor<v1::SessionRequest, v1::SessionResponse>,
                           v1::SessionResponse> {
  public:
-  SessionReactor(ServerCore* core, grpc::CallbackServerContext* context) : core_(core), peer_(context->peer()) {
+  SessionReactor(ServerCore* core, grpc::CallbackServerContext* context)
+      : ScopeReactor(context), core_(core), peer_(context->peer()) {
     StartRead(&request_);
   }
 
@@ -214,7 +247,8 @@ class SessionReactor
                                 request_.set_loras().patch_mode());
       case v1::SessionRequest::kCancel:
         if (absl::Status status = scope_->CancelJob(request_.cancel().job_id()); !status.ok()) {
-          client_->OnError(request_.request_id(), request_.cancel().job_id().substr(0, kMaxRequestId), status);
+          client_->OnError(request_.request_id(), request_.cancel().job_id().substr(0, kMaxRequestId),
+                           status);
         }
         return;
       case v1::SessionRequest::kClose:
@@ -238,8 +272,8 @@ class SessionReactor
     }
     const v1::SessionRequest::Open& open = request_.open();
     client_ = std::make_shared<SessionStreamClient>(core_, writer_);
-    OpenRequest request{request_.request_id(), open.model(),      Loras(open.loras()), open.patch_mode(),
-                        open.priority(),       absl::ZeroDuration()};
+    OpenRequest request{request_.request_id(), open.model(),    Loras(open.loras()),
+                        open.patch_mode(),     open.priority(), absl::ZeroDuration()};
     if (open.has_idle_timeout()) {
       request.idle_timeout = absl::Milliseconds(TimeUtil::DurationToMilliseconds(open.idle_timeout()));
     }
@@ -261,9 +295,9 @@ class SessionReactor
 class GenerateReactor;
 using GenerateWriter = StreamWriter<GenerateReactor, v1::GenerateResponse>;
 
-class GenerateStreamClient : public SessionClient {
+class GenerateStreamClient : public StreamClient<GenerateWriter> {
  public:
-  explicit GenerateStreamClient(std::shared_ptr<GenerateWriter> writer) : writer_(std::move(writer)) {}
+  using StreamClient::StreamClient;
 
   void set_scope(const std::shared_ptr<SessionScope>& scope) {
     session_ = scope->id();
@@ -274,39 +308,41 @@ class GenerateStreamClient : public SessionClient {
   void OnLorasSet(const std::string&, const std::vector<PatchReport>&) override {}
 
   void OnError(const std::string&, const std::string&, const absl::Status& status) override { Fail(status); }
-  void OnJobFailed(const std::string&, const std::string&, const absl::Status& status) override { Fail(status); }
+  void OnJobFailed(const std::string&, const std::string&, const absl::Status& status) override {
+    Fail(status);
+  }
   void OnJobCancelled(const std::string&, const std::string&) override {
     Fail(MakeError(absl::StatusCode::kCancelled, "CANCELLED", "the job was cancelled"));
   }
 
-  void OnJobEvent(const std::string&, const std::string& job_id, v1::JobEvent event) override {
-    const bool is_preview = event.has_preview();
+  void OnJobEvent(const std::string&, const std::string& job_id, v1::JobEvent event,
+                  Reservation memory) override {
+    auto options = OptionsFor(job_id, event, std::move(memory));
     v1::GenerateResponse response;
     response.set_session(session_);
     response.set_job_id(job_id);
     *response.mutable_event() = std::move(event);
-    writer_->Send(std::move(response), is_preview);
+    writer_->Send(std::move(response), std::move(options));
   }
 
   void OnEnded(EndReason, const absl::Status& status) override { writer_->Finish(ToGrpcStatus(status)); }
-  bool Stalled(absl::Duration limit) const override { return writer_->stalled(limit); }
 
  private:
-  // The job's error is the call's, once everything is released. No-op when the session is ending already: then
-  // its reason is the call's.
+  // The job's error is the call's, once everything is released. No-op when the session is ending already:
+  // then its reason is the call's.
   void Fail(const absl::Status& status) {
     if (auto scope = scope_.lock()) scope->RequestEnd(EndReason::kFailed, status);
   }
 
-  const std::shared_ptr<GenerateWriter> writer_;
   std::string session_;
   std::weak_ptr<SessionScope> scope_;
 };
 
-class GenerateReactor
-    : public ScopeReactor<GenerateReactor, grpc::ServerWriteReactor<v1::GenerateResponse>, v1::GenerateResponse> {
+class GenerateReactor : public ScopeReactor<GenerateReactor, grpc::ServerWriteReactor<v1::GenerateResponse>,
+                                            v1::GenerateResponse> {
  public:
-  GenerateReactor(ServerCore* core, grpc::CallbackServerContext* context, const v1::GenerateRequest& request) {
+  GenerateReactor(ServerCore* core, grpc::CallbackServerContext* context, const v1::GenerateRequest& request)
+      : ScopeReactor(context) {
     auto client = std::make_shared<GenerateStreamClient>(writer_);
     auto scope = core->sessions->Open(client, context->peer(),
                                       {"", request.model(), Loras(request.loras()), request.patch_mode(),
@@ -345,13 +381,14 @@ grpc::ServerBidiReactor<v1::SessionRequest, v1::SessionResponse>* DenoiseService
   return new SessionReactor(core_, context);
 }
 
-grpc::ServerWriteReactor<v1::GenerateResponse>* DenoiseServiceImpl::Generate(grpc::CallbackServerContext* context,
-                                                                             const v1::GenerateRequest* request) {
+grpc::ServerWriteReactor<v1::GenerateResponse>* DenoiseServiceImpl::Generate(
+    grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
   return new GenerateReactor(core_, context, *request);
 }
 
 grpc::ServerUnaryReactor* DenoiseServiceImpl::Plan(grpc::CallbackServerContext* context,
-                                                   const v1::PlanRequest* request, v1::PlanResponse* response) {
+                                                   const v1::PlanRequest* request,
+                                                   v1::PlanResponse* response) {
   return OnWorker(core_, context, [=, this]() -> absl::Status {
     RETURN_IF_ERROR(core_->CheckAccepting());
     ASSIGN_OR_RETURN(*response, PlanJob(*core_, *request));

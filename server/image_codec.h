@@ -33,6 +33,15 @@ absl::StatusOr<std::string> EncodePng(absl::Span<const uint8_t> pixels, int widt
 // quality: 1 to 100; from 90 on colour is kept at full resolution.
 absl::StatusOr<std::string> EncodeJpeg(absl::Span<const uint8_t> pixels, int width, int height, int quality);
 
+// Upper bound of a file that EncodePng (without texts) or EncodeJpeg makes of that size, and of its pixels.
+// Of JPEG it is one for all but noise.
+inline int64_t MaxFileBytes(int64_t width, int64_t height) {
+  // What cannot be compressed is stored: by zlib with 5 bytes for each 16 KiB, in chunks of 8 KiB with 12,
+  // behind a byte for each row.
+  const int64_t raw = (3 * width + 1) * height;
+  return raw + raw / 64 + 4096;
+}
+
 struct DecodeLimits {
   int64_t max_bytes = 0;   // of the file
   int64_t max_pixels = 0;  // width × height

@@ -5,6 +5,7 @@
 #include <png.h>
 
 #include <cstdlib>
+#include <random>
 
 #include "absl/strings/escaping.h"
 #include "cache/error.h"
@@ -200,6 +201,23 @@ TEST(ShrinkTo, AveragesAndKeepsTheShape) {
 }
 
 TEST(ShrinkTo, NeverEnlarges) { EXPECT_EQ(ShrinkTo(Gradient(4, 4), 100).width, 4); }
+
+// What is promised for a file is enough, whatever is in the picture.
+TEST(EncodePng, NoiseIsNoLargerThanWhatIsPromisedForIt) {
+  std::mt19937 random(3);
+  for (const auto& [width, height] :
+       {std::pair{1, 1}, {64, 64}, {1, 777}, {777, 1}, {500, 333}, {1024, 768}}) {
+    std::vector<uint8_t> pixels(static_cast<size_t>(3 * width * height));
+    for (uint8_t& value : pixels) value = static_cast<uint8_t>(random());
+    const auto png = EncodePng(pixels, width, height);
+    ASSERT_TRUE(png.ok()) << png.status();
+    EXPECT_LE(static_cast<int64_t>(png->size()), MaxFileBytes(width, height)) << width << " x " << height;
+    EXPECT_GE(static_cast<int64_t>(png->size()), 3 * width * height);  // noise it is
+    const auto jpeg = EncodeJpeg(pixels, width, height, 95);
+    ASSERT_TRUE(jpeg.ok()) << jpeg.status();
+    EXPECT_LE(static_cast<int64_t>(jpeg->size()), MaxFileBytes(width, height)) << width << " x " << height;
+  }
+}
 
 }  // namespace
 }  // namespace latentd

@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "cache/error.h"
+#include "families/finite_watch.h"
 #include "server/conditioning_key.h"
 #include "server/embedding_set.h"
 #include "server/image_codec.h"
@@ -11,6 +13,7 @@
 #include "server/measurements.h"
 #include "server/memory_meter.h"
 #include "server/params.h"
+#include "server/picture_memory.h"
 #include "server/server_core.h"
 #include "server/sha256.h"
 #include "server/tensor_guard.h"
@@ -23,6 +26,15 @@ constexpr absl::Duration kLoadingEventInterval = absl::Milliseconds(100);
 constexpr int64_t kChunkBytes = 1 << 20;
 constexpr int kPreviewQuality = 80;
 constexpr int kJpegQuality = 95;
+
+// A phase's code does not know what the component that it computes with is called.
+absl::Status WithComponent(const absl::Status& status, const std::string& component) {
+  if (ErrorReason(status) != "NON_FINITE") return status;
+  ErrorDetails details = GetErrorDetails(status);
+  details["component"] = component;
+  return MakeError(status.code(), ErrorReason(status), absl::StrCat(component, ": ", status.message()),
+                   details);
+}
 
 double Ms(absl::Duration d) { return absl::ToDoubleMilliseconds(d); }
 
@@ -57,6 +69,7 @@ void Job::Cancel(absl::Status why) {
     if (cancel_status_.ok()) cancel_status_ = std::move(why);
   }
   stop_.request_stop();
+  Resume();
 }
 
 absl::Status Job::StopReason() const {
@@ -182,6 +195,21 @@ absl::Status Job::KeepConditioning(Conditioning part, double seconds) {
   return absl::OkStatus();
 }
 
+absl::Status Job::PromisePictures(int64_t file_bytes) {
+  if (picture_memory_.bytes() > 0) return absl::OkStatus();
+  file_bytes_ = file_bytes;
+  // A file is no smaller than its pixels can be, so each picture takes the place of one file, before and
+  // after it is made; and one more while it is.
+  ASSIGN_OR_RETURN(picture_memory_,
+                   core_->ram->Reserve({.bytes = PicturesBytes(file_bytes, params_),
+                                        .use = MemoryUse::kImages,
+                                        .owner = setup_.owner,
+                                        .what = "pictures",
+                                        .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                                        .stop = stop_.get_token()}));
+  return absl::OkStatus();
+}
+
 void Job::BeginPhaseResources() {
   const Phase& phase = phases_[current_];
   const bool encodes_text = phase.kind == Kind::kEncode;
@@ -208,7 +236,7 @@ void Job::BeginPhaseResources() {
           [this](v1::JobEvent::Adapted adapted) {
             v1::JobEvent event;
             *event.mutable_adapted() = std::move(adapted);
-            setup_.on_event(std::move(event));
+            Send(std::move(event));
           }});
   net_bytes_ = peak_bytes_ = slices_ = 0;
   slice_seconds_ = 0;
@@ -223,26 +251,19 @@ absl::Status Job::AcquirePhase() {
   RETURN_IF_ERROR(CheckFiles());
   const Phase& phase = phases_[current_];
   if (phase.kind != Kind::kEncode) ReleaseEmbeddings();
-  const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
   std::optional<Stopwatch> watch([&](double ms) { timings_.set_load_ms(timings_.load_ms() + ms); });
-  auto promise = [&](int64_t bytes, MemoryUse use, const char* what) {
-    return core_->ram->Reserve({.bytes = bytes,
-                                .use = use,
-                                .owner = setup_.owner,
-                                .what = what,
-                                .deadline = deadline,
-                                .stop = stop_.get_token()});
-  };
   if (phase.kind == Kind::kEncode && conditioning_memory_.bytes() == 0) {
-    const int64_t bytes = setup_.model->pipeline->ConditioningBytes(phase.component, params_);
-    ASSIGN_OR_RETURN(conditioning_memory_, promise(bytes, MemoryUse::kConditioning, "conditioning"));
+    ASSIGN_OR_RETURN(
+        conditioning_memory_,
+        core_->ram->Reserve({.bytes = setup_.model->pipeline->ConditioningBytes(phase.component, params_),
+                             .use = MemoryUse::kConditioning,
+                             .owner = setup_.owner,
+                             .what = "conditioning",
+                             .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                             .stop = stop_.get_token()}));
   }
-  if (phase.kind == Kind::kDecode && picture_memory_.bytes() == 0) {
-    // Pixels, and the files that they become.
-    const int64_t bytes =
-        2 * 3 * *params_.width * *params_.height * static_cast<int64_t>(params_.seeds.size());
-    ASSIGN_OR_RETURN(picture_memory_, promise(bytes, MemoryUse::kImages, "pictures"));
-  }
+  if (phase.kind == Kind::kDecode)
+    RETURN_IF_ERROR(PromisePictures(MaxFileBytes(*params_.width, *params_.height)));
   if (resources_ == nullptr) BeginPhaseResources();
   RETURN_IF_ERROR(resources_->Acquire(&reports_));
   SampleMemory();
@@ -291,7 +312,7 @@ bool Job::RunSlice() {
     }
   }
   if (!status.ok()) {
-    Finish(status);
+    Finish(WithComponent(status, phases_[current_].component));
     return false;
   }
   if (!phase_over) {
@@ -312,7 +333,7 @@ void Job::Parked() {
 void Job::SendEncoded() {
   v1::JobEvent event;
   event.mutable_encoded();
-  setup_.on_event(std::move(event));
+  Send(std::move(event));
 }
 
 absl::StatusOr<bool> Job::RunPhaseSlice() {
@@ -324,6 +345,9 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
       Conditioning part;
       RETURN_IF_ERROR(pipeline.Encode(phase.component, resources_->view(), params_, part));
       RETURN_IF_ERROR(CheckFiles());
+      for (const auto& [name, tensor] : part) {
+        if (!IsFinite(tensor)) return NonFinite("encode");
+      }
       RETURN_IF_ERROR(KeepConditioning(std::move(part), watch.ms() / 1000));
       if (phases_[current_ + 1].kind != Kind::kEncode) SendEncoded();
       return true;
@@ -332,33 +356,11 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
       Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
       ASSIGN_OR_RETURN(image_latents_,
                        pipeline.EncodeImage(resources_->view(), params_, resources_->options()));
+      if (!IsFinite(image_latents_)) return NonFinite("encode_image");
       return true;
     }
-    case Kind::kDenoise: {
-      Stopwatch watch([&](double ms) { timings_.set_denoise_ms(timings_.denoise_ms() + ms); });
-      if (denoiser_ == nullptr) {
-        ASSIGN_OR_RETURN(denoiser_, pipeline.Begin(params_, std::move(conditioning_), image_latents_));
-        steps_ = static_cast<int>(denoiser_->step_count());
-      }
-      if (!denoiser_->done()) {
-        ASSIGN_OR_RETURN(StepReport report, denoiser_->Step(resources_->view()));
-        step_ = static_cast<int>(report.index);
-        v1::JobEvent event;
-        auto& step = *event.mutable_step();
-        step.set_index(static_cast<int>(report.index));
-        step.set_count(static_cast<int>(report.count));
-        step.set_sigma(report.sigma);
-        step.set_ms(watch.ms());
-        setup_.on_event(std::move(event));
-      }
-      if (!denoiser_->done()) {
-        RETURN_IF_ERROR(SendPreviews(step_));
-        return false;
-      }
-      latents_ = denoiser_->latents();
-      denoiser_ = nullptr;
-      return true;
-    }
+    case Kind::kDenoise:
+      return RunDenoiserSlice();
     case Kind::kDecode: {
       Stopwatch watch([&](double ms) { timings_.set_decode_ms(timings_.decode_ms() + ms); });
       const auto index = static_cast<int64_t>(pictures_.size());
@@ -368,6 +370,39 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
       return static_cast<int64_t>(pictures_.size()) == latents_.size(0);
     }
   }
+  return true;
+}
+
+absl::StatusOr<bool> Job::RunDenoiserSlice() {
+  Stopwatch watch([&](double ms) {
+    timings_.set_denoise_ms(timings_.denoise_ms() + ms);
+    step_ms_ += ms;
+  });
+  if (denoiser_ == nullptr) {
+    ASSIGN_OR_RETURN(denoiser_,
+                     setup_.model->pipeline->Begin(params_, std::move(conditioning_), image_latents_));
+    steps_ = static_cast<int>(denoiser_->step_count());
+  }
+  if (!denoiser_->done()) {
+    ASSIGN_OR_RETURN(const std::optional<StepReport> report, denoiser_->Turn(resources_->view()));
+    if (!report) return false;  // other pictures of the step are to come
+    step_ = static_cast<int>(report->index);
+    v1::JobEvent event;
+    auto& step = *event.mutable_step();
+    step.set_index(static_cast<int>(report->index));
+    step.set_count(static_cast<int>(report->count));
+    step.set_sigma(report->sigma);
+    step.set_ms(step_ms_ + watch.ms());
+    step_ms_ = -watch.ms();  // the rest of this slice is of the next step
+    Send(std::move(event));
+  }
+  if (!denoiser_->done()) {
+    RETURN_IF_ERROR(SendPreviews(step_));
+    return false;
+  }
+  RETURN_IF_ERROR(denoiser_->CheckFinite());
+  latents_ = denoiser_->latents();
+  denoiser_ = nullptr;
   return true;
 }
 
@@ -381,6 +416,12 @@ absl::Status Job::SendPreviews(int64_t step) {
     if (!small.defined()) return absl::OkStatus();
     const RgbImage image = ShrinkTo(ImageFromTensor(small), static_cast<int>(core_->config.preview_max_px));
     ASSIGN_OR_RETURN(std::string jpeg, EncodeJpeg(image.pixels, image.width, image.height, kPreviewQuality));
+    // Without memory to keep it until it is read, there is none.
+    auto memory = core_->ram->TryReserve({.bytes = static_cast<int64_t>(jpeg.size()),
+                                          .use = MemoryUse::kImages,
+                                          .owner = Reader(),
+                                          .what = "a preview"});
+    if (!memory.ok()) continue;
     v1::JobEvent event;
     auto& preview = *event.mutable_preview();
     preview.set_index(static_cast<int>(i));
@@ -388,49 +429,93 @@ absl::Status Job::SendPreviews(int64_t step) {
     preview.set_width(image.width);
     preview.set_height(image.height);
     preview.set_data(std::move(jpeg));
-    setup_.on_event(std::move(event));
+    setup_.on_event(std::move(event), *std::move(memory));
   }
   return absl::OkStatus();
 }
 
-void Job::SendFile(size_t index, const char* mime, int width, int height, const std::string& file) {
+void Job::SendFile(size_t index, const std::string& file, Reservation memory) {
+  const v1::ImageFormat format = setup_.request.image_format();
   v1::JobEvent event;
   auto& header = *event.mutable_image_header();
   header.set_index(static_cast<int>(index));
-  header.set_mime(mime);
+  header.set_mime(format == v1::IMAGE_FORMAT_LATENTS ? "application/x-safetensors"
+                  : format == v1::IMAGE_FORMAT_JPEG  ? "image/jpeg"
+                                                     : "image/png");
   header.set_size(static_cast<int64_t>(file.size()));
-  header.set_width(width);
-  header.set_height(height);
+  header.set_width(static_cast<int>(*params_.width));
+  header.set_height(static_cast<int>(*params_.height));
   header.set_sha256(Sha256Hex(file));
   header.set_seed(params_.seeds[index]);
-  setup_.on_event(std::move(event));
+  Send(std::move(event));
   for (size_t at = 0; at < file.size(); at += kChunkBytes) {
     v1::JobEvent chunk_event;
     auto& chunk = *chunk_event.mutable_image_chunk();
     chunk.set_index(static_cast<int>(index));
     chunk.set_offset(static_cast<int64_t>(at));
     chunk.set_data(file.substr(at, kChunkBytes));
-    setup_.on_event(std::move(chunk_event));
+    Reservation share = memory.Split(std::min(memory.bytes(), static_cast<int64_t>(chunk.data().size())));
+    setup_.on_event(std::move(chunk_event), std::move(share));
   }
+}
+
+bool Job::PauseForReader() {
+  const int64_t most = core_->read_limits.max_unread_bytes;
+  if (setup_.unread_bytes() <= most) return false;
+  {
+    MutexLock lock(&mu_);
+    if (!cancel_status_.ok()) return false;
+    paused_ = true;
+  }
+  setup_.when_read(most, [job = weak_from_this()] {
+    if (const auto self = job.lock()) self->Resume();
+  });
+  return true;
+}
+
+void Job::Resume() {
+  {
+    MutexLock lock(&mu_);
+    if (!std::exchange(paused_, false)) return;
+  }
+  OnWorker(&Job::EncodePictures);
+}
+
+absl::StatusOr<std::string> Job::MakeFile(size_t index) const {
+  if (setup_.request.image_format() == v1::IMAGE_FORMAT_LATENTS) {
+    return LatentsToFile(latents_.narrow(0, static_cast<int64_t>(index), 1));
+  }
+  const at::Tensor picture = pictures_[index].contiguous();
+  const absl::Span<const uint8_t> pixels(picture.const_data_ptr<uint8_t>(),
+                                         static_cast<size_t>(picture.numel()));
+  const auto height = static_cast<int>(picture.size(0)), width = static_cast<int>(picture.size(1));
+  return setup_.request.image_format() == v1::IMAGE_FORMAT_JPEG
+             ? EncodeJpeg(pixels, width, height, kJpegQuality)
+             : EncodePng(pixels, width, height);
 }
 
 absl::Status Job::EncodePictures() {
   RecordMeasurement();
   if (setup_.request.image_format() == v1::IMAGE_FORMAT_LATENTS) {
-    for (int64_t i = 0; i < latents_.size(0); ++i) {
-      SendFile(static_cast<size_t>(i), "application/x-safetensors", static_cast<int>(*params_.width),
-               static_cast<int>(*params_.height), LatentsToFile(latents_.narrow(0, i, 1)));
-    }
+    RETURN_IF_ERROR(PromisePictures(MaxLatentsFileBytes(latents_.narrow(0, 0, 1))));
   }
-  for (size_t i = 0; i < pictures_.size(); ++i) {
-    if (stop_.stop_requested()) return StopReason();
-    const RgbImage image = ImageFromTensor(pictures_[i]);
-    const bool jpeg = setup_.request.image_format() == v1::IMAGE_FORMAT_JPEG;
-    ASSIGN_OR_RETURN(std::string file, jpeg
-                                           ? EncodeJpeg(image.pixels, image.width, image.height, kJpegQuality)
-                                           : EncodePng(image.pixels, image.width, image.height));
-    SendFile(i, jpeg ? "image/jpeg" : "image/png", image.width, image.height, file);
+  while (files_ < params_.seeds.size()) {
+    RETURN_IF_ERROR(StopReason());
+    if (PauseForReader()) return absl::OkStatus();
+    ASSIGN_OR_RETURN(const std::string file, MakeFile(files_));
+    if (!pictures_.empty()) pictures_[files_].reset();
+    Reservation memory = picture_memory_.Split(std::min(static_cast<int64_t>(file.size()), file_bytes_));
+    memory.PassTo(Reader());
+    SendFile(files_, file, std::move(memory));
+    ++files_;
+    picture_memory_.ShrinkTo(file_bytes_ * (1 + static_cast<int64_t>(params_.seeds.size() - files_)));
   }
+  SendDone();
+  Finish(absl::OkStatus());
+  return absl::OkStatus();
+}
+
+void Job::SendDone() {
   timings_.set_total_ms(Ms(absl::Now() - setup_.created));
   timings_.set_queue_ms(std::max(0.0, timings_.total_ms() - timings_.load_ms() - timings_.encode_ms() -
                                           timings_.denoise_ms() - timings_.decode_ms()));
@@ -447,9 +532,7 @@ absl::Status Job::EncodePictures() {
   *done.mutable_params() = EchoParams(setup_.request, params_);
   for (const v1::PhaseReport& report : phase_reports_) *done.add_phases() = report;
   for (uint64_t seed : params_.seeds) done.add_seeds(seed);
-  setup_.on_event(std::move(event));
-  Finish(absl::OkStatus());
-  return absl::OkStatus();
+  Send(std::move(event));
 }
 
 void Job::SendLoading(const std::string& component, int64_t done, int64_t total) {
@@ -461,7 +544,7 @@ void Job::SendLoading(const std::string& component, int64_t done, int64_t total)
   loading.set_component(component);
   loading.set_bytes_done(done);
   loading.set_bytes_total(total);
-  setup_.on_event(std::move(event));
+  Send(std::move(event));
 }
 
 void Job::SampleMemory() {

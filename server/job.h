@@ -1,14 +1,16 @@
 // One generation, from parameters to pictures, as slices of an executor.
 //
 // A job alternates between two kinds of threads. On a worker it locks what its next phase needs (this may
-// read files and wait for memory); on the executor it runs that phase, a slice at a time: a text encoder, a
-// step, one picture of the VAE. Components are locked per phase and let go after it; LoRAs are locked by the
-// session, and again by each overlay; textual inversions that the prompts name, by the job until they are
-// encoded.
+// read files and wait for memory); on the executor it runs that phase, a slice at a time: a text encoder, one
+// picture's step, one picture of the VAE. Components are locked per phase and let go after it; LoRAs are
+// locked by the session, and again by each overlay; textual inversions that the prompts name, by the job
+// until they are encoded.
 //
 //   Start → prepare → (acquire → slices …)* → encode pictures → done
 //
-// Cancel() takes effect at the next slice boundary, or at once where a wait can be broken.
+// Cancel() takes effect when the network next asks for a weight, at a slice boundary, or at once where a wait
+// can be broken. Picture files are made as the client reads them: while it has much to read, the job holds
+// pixels and no thread.
 //
 // Thread-safe: Start, Cancel, phase, step. Events come one at a time, in order.
 #ifndef LATENTD_SERVER_JOB_H_
@@ -51,7 +53,11 @@ struct JobSetup {
   int priority = 0;
   absl::Time created;
 
-  std::function<void(v1::JobEvent)> on_event;
+  // `memory` is a promise of the event's bytes, to be kept until the client has taken them; often empty.
+  std::function<void(v1::JobEvent, Reservation memory)> on_event;
+  // Bytes that the client has not taken, and a call when at most so many are left; SessionClient says how.
+  std::function<int64_t()> unread_bytes;
+  std::function<void(int64_t bytes, std::function<void()> then)> when_read;
   // Once, last, with everything released. OK after the `done` event.
   std::function<void(absl::Status)> on_end;
 };
@@ -90,7 +96,13 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   absl::Status LockEmbeddings();
   void ReleaseEmbeddings();
   absl::Status AcquirePhase();
+  // Makes files of what is finished and sends them, as far as the client reads; then ends the job.
   absl::Status EncodePictures();
+  // True when the client has much to read: EncodePictures is called again when it has not, or on Cancel.
+  bool PauseForReader();
+  void Resume();
+  absl::StatusOr<std::string> MakeFile(size_t index) const;
+  void SendDone();
 
   // Whether all files that this job is of are what they were when they were opened: the model's, its LoRAs',
   // and the embeddings'. Before anything is computed from them, and before what was computed is kept or sent.
@@ -98,7 +110,9 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
 
   // One slice of the current phase; true when the phase is over. Executor only.
   absl::StatusOr<bool> RunPhaseSlice();
+  absl::StatusOr<bool> RunDenoiserSlice();
   absl::Status SendPreviews(int64_t step);
+  void Send(v1::JobEvent event) { setup_.on_event(std::move(event), {}); }
 
   // Takes the conditioning of the current phase's encoder from the cache; false when it is not there.
   bool TakeCachedConditioning();
@@ -106,8 +120,12 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   ModelKey CurrentConditioningKey() const;
 
   void SendEncoded();
-  // A header and its chunks.
-  void SendFile(size_t index, const char* mime, int width, int height, const std::string& file);
+  // Who holds what the client has not read: not the session, which may wait for memory meanwhile.
+  std::string Reader() const { return "the reader of " + setup_.owner; }
+  // A header and its chunks, which take their promise with them.
+  void SendFile(size_t index, const std::string& file, Reservation memory);
+  // Promises what files of all pictures take, and the pixels that they are made of until they are.
+  absl::Status PromisePictures(int64_t file_bytes);
   void BeginPhaseResources();
   // Writes down what the phase took, and lets it go.
   void EndPhase();
@@ -123,6 +141,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   std::stop_source stop_;
   mutable Mutex mu_;
   absl::Status cancel_status_ ABSL_GUARDED_BY(mu_);
+  bool paused_ ABSL_GUARDED_BY(mu_) = false;  // for the reader
   std::atomic<bool> finished_ = false;
 
   // What follows is touched by one thread at a time: the worker or the executor that has the job.
@@ -140,7 +159,10 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   at::Tensor image_latents_;
   at::Tensor latents_;
   std::unique_ptr<Denoiser> denoiser_;
-  std::vector<at::Tensor> pictures_;  // uint8 [H, W, 3]
+  std::vector<at::Tensor> pictures_;  // uint8 [H, W, 3]; undefined once it is a file
+  size_t files_ = 0;                  // that were made and sent
+  int64_t file_bytes_ = 0;            // of a picture, at most; what picture_memory_ is made of
+  double step_ms_ = 0;                // of the step that is under way
 
   // Of the current phase.
   std::unique_ptr<PhaseResources> resources_;

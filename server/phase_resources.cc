@@ -185,6 +185,7 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
     ASSIGN_OR_RETURN(stream_, WeightStream::Create(host, std::move(source), plan, *setup_.device));
   }
   view_ = std::make_unique<WeightView>(weights, overlay_.get(), at::kFloat, stream_.get());
+  view_->StopWith(setup_.stop);
 
   report_.set_component(component_.name);
   report_.set_device(setup_.device->name());

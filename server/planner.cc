@@ -15,6 +15,7 @@
 #include "server/lora_set.h"
 #include "server/params.h"
 #include "server/phase_resources.h"
+#include "server/picture_memory.h"
 
 namespace latentd {
 namespace {
@@ -317,10 +318,10 @@ class Planner {
     if (params_.has_pictures() && !RunPhase(pipeline.image_encoder_component(), home, 1, /*can_tile=*/true)) {
       return false;
     }
-    if (!RunPhase(pipeline.denoiser_component(), home, Steps(), /*can_tile=*/false)) return false;
     const auto pictures = static_cast<int64_t>(params_.seeds.size());
+    if (!RunPhase(pipeline.denoiser_component(), home, Steps() * pictures, /*can_tile=*/false)) return false;
     if (!decodes_) return true;
-    return ram_.Promise(2 * 3 * *params_.width * *params_.height * pictures, "pictures") &&
+    return ram_.Promise(PicturesBytes(MaxFileBytes(*params_.width, *params_.height), params_), "pictures") &&
            RunPhase(pipeline.decoder_component(), home, pictures, /*can_tile=*/true);
   }
 

@@ -4,10 +4,12 @@
 #include <cstdlib>
 #include <random>
 #include <set>
+#include <system_error>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "cache/start_thread.h"
 #include "patcher/model_patch.h"
 #include "server/machine_memory.h"
 #include "server/session_scope.h"
@@ -67,6 +69,15 @@ absl::StatusOr<std::unique_ptr<UploadStore>> OpenUploads(ServerCore* core) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& config) {
+  // Its parts make threads in their constructors, which throw where the system gives none.
+  try {
+    return Make(config);
+  } catch (const std::system_error& e) {
+    return NoThread("the server", e.code().message());
+  }
+}
+
+absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& config) {
   auto core = std::make_unique<ServerCore>();
   core->config = config;
   core->instance = RandomId();
@@ -112,7 +123,8 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& con
   for (Device* device : devices) core->executors.push_back(std::make_unique<Executor>(device, threads));
   const auto loaders = static_cast<int>(config.loader_threads);
   // A session waits for memory in at most one place, so this many can never all be stuck.
-  core->workers = std::make_unique<WorkerPool>(loaders, loaders + static_cast<int>(config.max_sessions) + 16);
+  ASSIGN_OR_RETURN(core->workers,
+                   WorkerPool::Create(loaders, loaders + static_cast<int>(config.max_sessions) + 16));
   core->upload_watch = std::make_unique<UploadWatch>(core.get());
   core->sessions = std::make_unique<SessionRegistry>(core.get());
   return core;

@@ -30,8 +30,8 @@ class SessionRegistry;
 // Members are declared in the order in which they depend on each other, so that they end in the reverse:
 // first who runs work, then the cache, last the budgets.
 struct ServerCore {
-  // Devices and cap from the config. Errors: INVALID_ARGUMENT for a device that cannot be made; those of
-  // UploadStore::Open.
+  // Devices and cap from the config. Errors: INVALID_ARGUMENT for a device that cannot be made;
+  // RESOURCE_EXHAUSTED NO_THREADS; those of UploadStore::Open.
   static absl::StatusOr<std::unique_ptr<ServerCore>> Create(const Config& config);
   ~ServerCore();
 
@@ -75,6 +75,20 @@ struct ServerCore {
   std::unique_ptr<UploadWatch> upload_watch;
   Mutex placing;  // held by Place
   std::unique_ptr<SessionRegistry> sessions;
+
+  // Of clients. Set before there are any.
+  struct ReadLimits {
+    // A session's job makes no further picture file while its client has more than this to read.
+    int64_t max_unread_bytes = int64_t{4} << 20;
+    // A session ends whose client, while something waited for it all of this time, took nothing, or less than
+    // so many bytes a second.
+    absl::Duration window = absl::Minutes(2);
+    int64_t bytes_per_second = int64_t{16} << 10;
+  };
+  ReadLimits read_limits;
+
+ private:
+  static absl::StatusOr<std::unique_ptr<ServerCore>> Make(const Config& config);
 };
 
 // "auto" of the config: half of the machine's RAM and what goes with it; see machine_memory.h.

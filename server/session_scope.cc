@@ -18,7 +18,7 @@ namespace latentd {
 namespace {
 
 constexpr absl::Duration kLookAtFilesEvery = absl::Seconds(1);
-constexpr absl::Duration kStallLimit = absl::Minutes(2);
+constexpr absl::string_view kClientStalled = "CLIENT_STALLED";
 
 absl::Status JobNotFound(const std::string& job_id) {
   return MakeError(absl::StatusCode::kNotFound, "JOB_NOT_FOUND",
@@ -124,7 +124,7 @@ void SessionScope::Denoise(std::string request_id, std::string job_id, v1::Gener
   }
   v1::JobEvent event;
   event.mutable_queued()->set_position(position);
-  client_->OnJobEvent(request_id, job_id, std::move(event));
+  client_->OnJobEvent(request_id, job_id, std::move(event), {});
   {
     MutexLock lock(&mu_);
     auto it =
@@ -338,9 +338,13 @@ std::shared_ptr<Job> SessionScope::MakeJob(Request& request) {
   setup.patch_mode = patch_mode_;
   setup.priority = open_.priority;
   setup.created = request.created;
-  setup.on_event = [self = shared_from_this(), request_id = request.request_id,
-                    job_id = request.job_id](v1::JobEvent event) {
-    self->client_->OnJobEvent(request_id, job_id, std::move(event));
+  setup.on_event = [self = shared_from_this(), request_id = request.request_id, job_id = request.job_id](
+                       v1::JobEvent event, Reservation memory) {
+    self->client_->OnJobEvent(request_id, job_id, std::move(event), std::move(memory));
+  };
+  setup.unread_bytes = [client = client_] { return client->UnreadBytes(); };
+  setup.when_read = [client = client_](int64_t bytes, std::function<void()> then) {
+    client->WhenRead(bytes, std::move(then));
   };
   setup.on_end = [self = shared_from_this(), request_id = request.request_id,
                   job_id = request.job_id](absl::Status status) {
@@ -366,7 +370,9 @@ void SessionScope::End() {
   }
   spdlog::info("session end session={} reason={}", id_,
                status.ok() ? "ok" : (ErrorReason(status).empty() ? "error" : ErrorReason(status)));
-  core_->sessions->Remove(id_);
+  // Who does not read gets the reason behind the message that is on its way, and nothing else.
+  if (ErrorReason(status) == kClientStalled) client_->DropUnread();
+  core_->sessions->Remove(id_, client_);
   client_->OnEnded(reason, status);
 }
 
@@ -391,9 +397,12 @@ void SessionScope::Tick(absl::Time now) {
         ++it;
       }
     }
-    if (client_->Stalled(kStallLimit)) {
-      end = MakeError(absl::StatusCode::kDeadlineExceeded, "CLIENT_STALLED",
-                      absl::StrCat("the client read nothing for ", absl::FormatDuration(kStallLimit)));
+    if (client_->TooSlow(core_->read_limits.window, core_->read_limits.bytes_per_second)) {
+      end = MakeError(
+          absl::StatusCode::kDeadlineExceeded, kClientStalled,
+          absl::StrCat("the client read nothing, or less than ", core_->read_limits.bytes_per_second,
+                       " bytes a second, for ", absl::FormatDuration(core_->read_limits.window)),
+          {{"min_read_rate", absl::StrCat(core_->read_limits.bytes_per_second)}});
     } else if (now - created_ > core_->config.session_max_age) {
       end =
           MakeError(absl::StatusCode::kDeadlineExceeded, "SESSION_TOO_OLD",
@@ -512,9 +521,10 @@ std::vector<v1::SessionInfo> SessionRegistry::List() const {
   return out;
 }
 
-void SessionRegistry::Remove(const std::string& id) {
+void SessionRegistry::Remove(const std::string& id, std::shared_ptr<SessionClient> client) {
   std::shared_ptr<SessionScope> scope;
   MutexLock lock(&mu_);
+  leaving_.push_back(std::move(client));
   auto it = sessions_.find(id);
   if (it == sessions_.end()) return;
   scope = it->second.second;
@@ -540,6 +550,20 @@ void SessionRegistry::Drain(absl::Time deadline) {
   }
 }
 
+void SessionRegistry::WatchLeaving() {
+  std::vector<std::shared_ptr<SessionClient>> clients;
+  {
+    MutexLock lock(&mu_);
+    clients.swap(leaving_);
+  }
+  std::erase_if(clients, [](const auto& client) { return client->Gone(); });
+  for (const auto& client : clients) {
+    if (client->TooSlow(core_->read_limits.window, core_->read_limits.bytes_per_second)) client->BreakOff();
+  }
+  MutexLock lock(&mu_);
+  leaving_.insert(leaving_.end(), clients.begin(), clients.end());
+}
+
 void SessionRegistry::Watch() {
   absl::Time looked = absl::InfinitePast();
   MutexLock lock(&mu_);
@@ -549,6 +573,7 @@ void SessionRegistry::Watch() {
     mu_.Unlock();
     const absl::Time now = absl::Now();
     for (const auto& scope : All()) scope->Tick(now);
+    WatchLeaving();
     core_->cache->EvictUnusedSince(now - core_->config.keep_alive);
     if (now - looked > kLookAtFilesEvery) {
       looked = now;

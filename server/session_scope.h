@@ -13,6 +13,7 @@
 #define LATENTD_SERVER_SESSION_SCOPE_H_
 
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <stop_token>
@@ -21,8 +22,9 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "cache/mutex.h"
 #include "absl/time/time.h"
+#include "cache/memory_budget.h"
+#include "cache/mutex.h"
 #include "latentd/v1/denoise.pb.h"
 #include "latentd/v1/server.pb.h"
 #include "server/job.h"
@@ -47,14 +49,32 @@ class SessionClient {
                         const std::vector<PatchReport>& loras) = 0;
   virtual void OnLorasSet(const std::string& request_id, const std::vector<PatchReport>& loras) = 0;
   // A request failed; the session goes on. `job_id` is empty when no job is concerned.
-  virtual void OnError(const std::string& request_id, const std::string& job_id, const absl::Status& status) = 0;
-  virtual void OnJobEvent(const std::string& request_id, const std::string& job_id, v1::JobEvent event) = 0;
-  virtual void OnJobFailed(const std::string& request_id, const std::string& job_id, const absl::Status& status) = 0;
+  virtual void OnError(const std::string& request_id, const std::string& job_id,
+                       const absl::Status& status) = 0;
+  // `memory` is a promise of the event's bytes, to be kept until the client has taken them; often empty.
+  virtual void OnJobEvent(const std::string& request_id, const std::string& job_id, v1::JobEvent event,
+                          Reservation memory) = 0;
+  virtual void OnJobFailed(const std::string& request_id, const std::string& job_id,
+                           const absl::Status& status) = 0;
   virtual void OnJobCancelled(const std::string& request_id, const std::string& job_id) = 0;
-  // Once, last, with everything released.
+  // Once, last, with everything released but what the client has not taken yet.
   virtual void OnEnded(EndReason reason, const absl::Status& status) = 0;
-  // True when the client has taken nothing of what it was told for `limit`; the scope then ends.
-  virtual bool Stalled(absl::Duration limit) const = 0;
+
+  // How the client takes what it was told; by default at once.
+
+  // Bytes that it has not taken.
+  virtual int64_t UnreadBytes() const { return 0; }
+  // Calls `then` once, when at most `bytes` are not taken: before it returns, or from another thread.
+  virtual void WhenRead(int64_t bytes, std::function<void()> then) { then(); }
+  // True when it took too little for too long, while something waited for it; the scope then ends. Asked
+  // again and again.
+  virtual bool TooSlow(absl::Duration window, int64_t bytes_per_second) { return false; }
+  // Forgets what it has not taken.
+  virtual void DropUnread() {}
+  // Ends its call whatever it does. After OnEnded.
+  virtual void BreakOff() {}
+  // True when nothing is kept for it any more. After OnEnded.
+  virtual bool Gone() const { return true; }
 };
 
 struct OpenRequest {
@@ -69,7 +89,8 @@ struct OpenRequest {
 class SessionScope : public std::enable_shared_from_this<SessionScope> {
  public:
   // Opens at once. Use SessionRegistry::Open, which counts and lists sessions.
-  SessionScope(ServerCore* core, std::shared_ptr<SessionClient> client, std::string peer, OpenRequest request);
+  SessionScope(ServerCore* core, std::shared_ptr<SessionClient> client, std::string peer,
+               OpenRequest request);
   ~SessionScope();
 
   void Start();
@@ -118,7 +139,8 @@ class SessionScope : public std::enable_shared_from_this<SessionScope> {
   void RequestDone();
   void End();
 
-  absl::StatusOr<std::vector<HeldLora>> LockLoras(const std::vector<v1::LoraRef>& refs, const OpenModel& model);
+  absl::StatusOr<std::vector<HeldLora>> LockLoras(const std::vector<v1::LoraRef>& refs,
+                                                  const OpenModel& model);
 
   ServerCore* const core_;
   const std::string id_;
@@ -170,7 +192,10 @@ class SessionRegistry {
 
  private:
   friend class SessionScope;
-  void Remove(const std::string& id);
+  // The session is none any more; its client is watched until it has taken what it was told.
+  void Remove(const std::string& id, std::shared_ptr<SessionClient> client);
+  // Breaks off clients of ended sessions that do not read.
+  void WatchLeaving();
   void Watch();
   std::vector<std::shared_ptr<SessionScope>> All() const;
 
@@ -180,6 +205,7 @@ class SessionRegistry {
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   uint64_t next_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, std::pair<uint64_t, std::shared_ptr<SessionScope>>> sessions_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::shared_ptr<SessionClient>> leaving_ ABSL_GUARDED_BY(mu_);
   std::thread watcher_;
 };
 

@@ -1,10 +1,26 @@
 #include "server/worker_pool.h"
 
+#include <utility>
+
+#include "cache/error.h"
+#include "cache/start_thread.h"
+#include "spdlog/spdlog.h"
+
 namespace latentd {
 
-WorkerPool::WorkerPool(int threads, int max_threads) : max_threads_(max_threads) {
-  MutexLock lock(&mu_);
-  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Run(); });
+absl::StatusOr<std::unique_ptr<WorkerPool>> WorkerPool::Create(int threads, int max_threads) {
+  auto pool = std::unique_ptr<WorkerPool>(new WorkerPool(max_threads));
+  for (int i = 0; i < threads; ++i) {
+    MutexLock lock(&pool->mu_);
+    RETURN_IF_ERROR(pool->AddThread());
+  }
+  return pool;
+}
+
+absl::Status WorkerPool::AddThread() {
+  ASSIGN_OR_RETURN(std::thread thread, StartThread("the worker pool", [this] { Run(); }));
+  threads_.push_back(std::move(thread));
+  return absl::OkStatus();
 }
 
 WorkerPool::~WorkerPool() {
@@ -21,10 +37,19 @@ WorkerPool::~WorkerPool() {
 void WorkerPool::Submit(std::function<void()> task) {
   MutexLock lock(&mu_);
   tasks_.push_back(std::move(task));
-  if (static_cast<size_t>(idle_) < tasks_.size() && threads_.size() < static_cast<size_t>(max_threads_) && !stopping_) {
-    threads_.emplace_back([this] { Run(); });
+  if (static_cast<size_t>(idle_) < tasks_.size() && threads_.size() < static_cast<size_t>(max_threads_) &&
+      !stopping_) {
+    if (absl::Status status = AddThread(); !status.ok() && !std::exchange(short_of_threads_, true)) {
+      spdlog::warn("tasks wait for the {} workers that there are: {}", threads_.size(),
+                   std::string(status.message()));
+    }
   }
   changed_.Signal();
+}
+
+int WorkerPool::thread_count() const {
+  MutexLock lock(&mu_);
+  return static_cast<int>(threads_.size());
 }
 
 void WorkerPool::Run() {

@@ -58,34 +58,8 @@ class FluxDenoiser : public Denoiser {
         width_(latent_width) {}
 
   int64_t step_count() const override { return last() - start_; }
+  int64_t picture_count() const override { return static_cast<int64_t>(pictures_.size()); }
   bool done() const override { return index_ == last(); }
-
-  absl::StatusOr<StepReport> Step(const WeightView& w) override {
-    c10::InferenceMode inference;
-    if (index_ == start_) Prepare(w);
-    const float sigma = sigmas_[static_cast<size_t>(index_)];
-    const float next = sigmas_[static_cast<size_t>(index_) + 1];
-    std::vector<at::Tensor> modulations;
-    for (const Prompt& prompt : prompts_) {
-      modulations.push_back(transformer_->Modulation(w, sigma, prompt.conditioning));
-    }
-    // All pictures before any is replaced: a step that fails half-way can be repeated.
-    std::vector<at::Tensor> stepped;
-    for (size_t i = 0; i < pictures_.size(); ++i) {
-      const at::Tensor& x = pictures_[i];
-      const at::Tensor input = Input(w, i);
-      at::Tensor velocity = (*transformer_)(w, input, modulations[0], prompts_[0].text);
-      if (prompts_.size() > 1) {
-        const at::Tensor negative = (*transformer_)(w, input, modulations[1], prompts_[1].text);
-        velocity = velocity.sub_(negative).mul_(true_cfg_scale_).add_(negative);
-      }
-      stepped.push_back(EulerStep(x, velocity, sigma, next));
-    }
-    before_ = std::move(pictures_);
-    pictures_ = std::move(stepped);
-    ++index_;
-    return StepReport{.index = index_ - start_, .count = step_count(), .sigma = sigma};
-  }
 
   at::Tensor latents() const override {
     c10::InferenceMode inference;
@@ -96,12 +70,49 @@ class FluxDenoiser : public Denoiser {
   at::Tensor prediction() const override {
     if (before_.empty()) return latents();
     c10::InferenceMode inference;
-    const float sigma = sigmas_[static_cast<size_t>(index_) - 1], next = sigmas_[static_cast<size_t>(index_)];
+    const float before = sigma(index_ - 1), now = sigma(index_);
     const at::Tensor from = at::cat(before_), to = at::cat(pictures_);
-    return UnpackLatents(at::lerp(from, to, sigma / (sigma - next)), height_, width_).to(at::kCPU);
+    return UnpackLatents(at::lerp(from, to, before / (before - now)), height_, width_).to(at::kCPU);
+  }
+
+ protected:
+  absl::StatusOr<at::Tensor> StepPicture(const WeightView& w, int64_t picture) override {
+    c10::InferenceMode inference;
+    if (picture == 0) BeginStep(w);
+    const auto i = static_cast<size_t>(picture);
+    const at::Tensor& x = pictures_[i];
+    const at::Tensor input = Input(w, i);
+    at::Tensor velocity = (*transformer_)(w, input, modulations_[0], prompts_[0].text);
+    if (prompts_.size() > 1) {
+      const at::Tensor negative = (*transformer_)(w, input, modulations_[1], prompts_[1].text);
+      velocity = velocity.sub_(negative).mul_(true_cfg_scale_).add_(negative);
+    }
+    stepped_.resize(i);
+    stepped_.push_back(EulerStep(x, velocity, sigma(index_), sigma(index_ + 1)));
+    return stepped_.back();
+  }
+
+  StepReport EndStep() override {
+    before_ = std::move(pictures_);
+    pictures_ = std::move(stepped_);
+    stepped_.clear();
+    modulations_.clear();
+    const double from = sigma(index_++);
+    return StepReport{.index = index_ - start_, .count = step_count(), .sigma = from};
   }
 
  private:
+  float sigma(int64_t index) const { return sigmas_[static_cast<size_t>(index)]; }
+
+  // What all pictures of a step share.
+  void BeginStep(const WeightView& w) {
+    if (index_ == start_) Prepare(w);
+    modulations_.clear();
+    for (const Prompt& prompt : prompts_) {
+      modulations_.push_back(transformer_->Modulation(w, sigma(index_), prompt.conditioning));
+    }
+  }
+
   int64_t last() const { return static_cast<int64_t>(sigmas_.size()) - 1; }
 
   // A picture's tokens, with those of its control image beside them. A control LoRA that applies to a part of
@@ -129,7 +140,10 @@ class FluxDenoiser : public Denoiser {
   std::vector<at::Tensor> pictures_;  // packed latents, [1, tokens, 64] each; in host memory until a step
   std::vector<at::Tensor> controls_;  // packed latents of the control image for each; empty without one
   std::vector<at::Tensor> before_;    // the same before the last step
-  std::vector<Prompt> prompts_;       // wanted, then unwanted
+  std::vector<at::Tensor>
+      stepped_;  // the same after the step that is under way, of those that had their turn
+  std::vector<at::Tensor> modulations_;  // of the step that is under way, by prompt
+  std::vector<Prompt> prompts_;          // wanted, then unwanted
   const double guidance_, true_cfg_scale_;
   const int64_t height_, width_;  // of the latents
 };

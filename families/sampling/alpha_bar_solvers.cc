@@ -45,8 +45,9 @@ class Ddim final : public AlphaBarSolver<Ddim> {
     const double bar = schedule().AlphaBar(time());
     const double next = AlphaBar(time() - stride(), schedule().config().set_alpha_to_one.value_or(true));
     const double deviation = eta_ * std::sqrt((1 - next) / (1 - bar) * (1 - bar / next));
-    at::Tensor result =
-        (prediction() * std::sqrt(next)).add_(Noise(output, x), std::sqrt(1 - next - deviation * deviation));
+    // What η leaves of the noise: at a level of nothing but noise, with η of 1, nothing, or less by rounding.
+    const double kept = std::max(0.0, 1 - next - deviation * deviation);
+    at::Tensor result = (prediction() * std::sqrt(next)).add_(Noise(output, x), std::sqrt(kept));
     if (eta_ > 0) result.add_(Draw(x), deviation);
     return result;
   }

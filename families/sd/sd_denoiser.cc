@@ -23,30 +23,8 @@ class SdDenoiser : public Denoiser {
   }
 
   int64_t step_count() const override { return first().step_count(); }
+  int64_t picture_count() const override { return static_cast<int64_t>(states_.size()); }
   bool done() const override { return first().done(); }
-
-  absl::StatusOr<StepReport> Step(const WeightView& w) override {
-    c10::InferenceMode inference;
-    const int64_t index = first().steps_done();
-    const double sigma = first().sigma();
-    if (index == 0) Prepare(w);
-    const auto of_step = [&](const auto& list) {
-      return list[std::min(static_cast<size_t>(index), list.size() - 1)];
-    };
-    const double guidance = of_step(run_.guidance);
-    if (const size_t wanted = of_step(run_.prompts_of_step); index == 0 || wanted != prompts_) {
-      run_.predictor.Prepare(w, run_.prompts[wanted]);
-      prompts_ = wanted;
-    }
-    // All pictures before any is replaced, with copies of samplers and sources: a step that fails half-way
-    // can be repeated.
-    std::vector<State> stepped;
-    for (size_t i = 0; i < states_.size(); ++i) {
-      stepped.push_back(Stepped(w, run_.pictures[i], states_[i], guidance));
-    }
-    states_ = std::move(stepped);
-    return StepReport{.index = index + 1, .count = step_count(), .sigma = sigma};
-  }
 
   at::Tensor latents() const override {
     c10::InferenceMode inference;
@@ -67,6 +45,24 @@ class SdDenoiser : public Denoiser {
     return at::cat(all).to(at::kCPU);
   }
 
+ protected:
+  // With copies of samplers and sources, so that a turn can be repeated.
+  absl::StatusOr<at::Tensor> StepPicture(const WeightView& w, int64_t picture) override {
+    c10::InferenceMode inference;
+    if (picture == 0) BeginStep(w);
+    const auto i = static_cast<size_t>(picture);
+    stepped_.resize(i);
+    stepped_.push_back(Stepped(w, run_.pictures[i], states_[i], OfStep(run_.guidance)));
+    return stepped_.back().x;
+  }
+
+  StepReport EndStep() override {
+    const double sigma = first().sigma();
+    states_ = std::move(stepped_);
+    stepped_.clear();
+    return StepReport{.index = first().steps_done(), .count = step_count(), .sigma = sigma};
+  }
+
  private:
   // Of one picture between steps.
   struct State {
@@ -76,6 +72,22 @@ class SdDenoiser : public Denoiser {
   };
 
   const Sampler& first() const { return *states_.front().samplers.front(); }
+
+  // What the step that is under way has of a list by steps; the last one stands for those that follow.
+  template <typename T>
+  const T& OfStep(const std::vector<T>& list) const {
+    return list[std::min(static_cast<size_t>(first().steps_done()), list.size() - 1)];
+  }
+
+  // What all pictures of a step share.
+  void BeginStep(const WeightView& w) {
+    const bool first_step = first().steps_done() == 0;
+    if (first_step) Prepare(w);
+    const size_t wanted = OfStep(run_.prompts_of_step);
+    if (!first_step && wanted == prompts_) return;
+    run_.predictor.Prepare(w, run_.prompts[wanted]);
+    prompts_ = wanted;
+  }
 
   // A first step that failed does it once more, at no cost where it is done.
   void Prepare(const WeightView& w) {
@@ -121,6 +133,7 @@ class SdDenoiser : public Denoiser {
   SdRun run_;
   size_t prompts_ = 0;  // which of them the predictor has
   std::vector<State> states_;
+  std::vector<State> stepped_;  // after the step that is under way, of those that had their turn
 };
 
 }  // namespace

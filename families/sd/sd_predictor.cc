@@ -43,6 +43,7 @@ at::Tensor SdPredictor::operator()(const WeightView& w, const at::Tensor& x, con
   const int64_t unwanted = all_.context.size(0) - wanted;
   const bool guided = unwanted > 0 && (guidance > 1 || wanted > 1);
   if (timestep != timestep_ || guided != guided_) {
+    timestep_ = -1;  // until all of it is there: an exception may come between
     batches_.clear();
     times_.clear();
     batches_.push_back(guided ? Rows(0, 2) : Rows(unwanted, 1));

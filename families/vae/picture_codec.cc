@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ATen/ATen.h"
+#include "families/finite_watch.h"
 #include "families/image/resize.h"
 
 namespace latentd {
@@ -36,10 +37,14 @@ AutoencoderKl::Posterior EncodePicture(const AutoencoderKl& vae, const WeightVie
   return {ToHost(posterior.mean), ToHost(posterior.std)};
 }
 
-at::Tensor DecodePicture(const AutoencoderKl& vae, const WeightView& w, const at::Tensor& latents,
-                         int64_t tile) {
+absl::StatusOr<at::Tensor> DecodePicture(const AutoencoderKl& vae, const WeightView& w,
+                                         const at::Tensor& latents, int64_t tile) {
   const at::Tensor z = vae.FromModel(latents.to(w.device(), w.compute_type()));
-  return ToHost(ToBytes(vae.Decode(w, z, tile)).squeeze(0).permute({1, 2, 0}));
+  const at::Tensor x = vae.Decode(w, z, tile);
+  const at::Tensor finite = FiniteFlag(x);  // bytes no longer show it; read once the picture was waited for
+  at::Tensor picture = ToHost(ToBytes(x).squeeze(0).permute({1, 2, 0}));
+  if (!finite.item<bool>()) return NonFinite("decode");
+  return picture;
 }
 
 int64_t SmallerVaeTile(const AutoencoderKl& vae, int64_t width, int64_t height, int64_t tile) {

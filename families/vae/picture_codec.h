@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
 #include "families/vae/autoencoder_kl.h"
 #include "patcher/weight_view.h"
 
@@ -24,9 +25,10 @@ at::Tensor PictureToInput(const WeightView& w, const at::Tensor& picture);
 AutoencoderKl::Posterior EncodePicture(const AutoencoderKl& vae, const WeightView& w, const at::Tensor& input,
                                        int64_t tile);
 
-// Finished latents [1, C, h, w], as the denoiser has them → uint8 [H, W, 3] in host memory.
-at::Tensor DecodePicture(const AutoencoderKl& vae, const WeightView& w, const at::Tensor& latents,
-                         int64_t tile);
+// Finished latents [1, C, h, w], as the denoiser has them → uint8 [H, W, 3] in host memory. Errors:
+// FAILED_PRECONDITION NON_FINITE.
+absl::StatusOr<at::Tensor> DecodePicture(const AutoencoderKl& vae, const WeightView& w,
+                                         const at::Tensor& latents, int64_t tile);
 
 // Pipeline::SmallerTile for a picture of that size.
 int64_t SmallerVaeTile(const AutoencoderKl& vae, int64_t width, int64_t height, int64_t tile);

@@ -18,11 +18,15 @@ class NoopDenoiser : public Denoiser {
   explicit NoopDenoiser(int64_t steps) : steps_(steps) {}
   int64_t step_count() const override { return steps_; }
   bool done() const override { return index_ == steps_; }
-  absl::StatusOr<StepReport> Step(const WeightView&) override {
+  int64_t picture_count() const override { return 1; }
+  at::Tensor latents() const override { return at::zeros({1, 1, 1, 1}); }
+
+ protected:
+  absl::StatusOr<at::Tensor> StepPicture(const WeightView&, int64_t) override { return latents(); }
+  StepReport EndStep() override {
     ++index_;
     return StepReport{.index = index_, .count = steps_, .sigma = 1};
   }
-  at::Tensor latents() const override { return at::zeros({1, 1, 1, 1}); }
 
  private:
   const int64_t steps_;

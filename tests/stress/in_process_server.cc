@@ -57,8 +57,14 @@ class InProcessServer::Session::Client : public SessionClient {
     }
     changed_.SignalAll();
   }
-  void OnJobEvent(const std::string&, const std::string& job_id, v1::JobEvent event) override {
+  void OnJobEvent(const std::string&, const std::string& job_id, v1::JobEvent event,
+                  Reservation memory) override {
+    if (watch) watch(event);
     MutexLock lock(&mu_);
+    if (!reads_) {
+      unread_bytes_ += static_cast<int64_t>(event.ByteSizeLong());
+      unread_.push_back(std::move(memory));
+    }
     Outcome& outcome = running_[job_id];
     if (event.has_image_header()) outcome.sha256.push_back(event.image_header().sha256());
     if (event.has_adapted()) outcome.adapted.push_back(event.adapted());
@@ -82,7 +88,36 @@ class InProcessServer::Session::Client : public SessionClient {
     end_status_ = status;
     changed_.SignalAll();
   }
-  bool Stalled(absl::Duration) const override { return false; }
+
+  int64_t UnreadBytes() const override {
+    MutexLock lock(&mu_);
+    return unread_bytes_;
+  }
+  void WhenRead(int64_t bytes, std::function<void()> then) override {
+    {
+      MutexLock lock(&mu_);
+      if (unread_bytes_ > bytes) {
+        waiting_.push_back(std::move(then));
+        return;
+      }
+    }
+    then();
+  }
+  void SetReading(bool reads) {
+    std::vector<Reservation> taken;
+    std::vector<std::function<void()>> waiting;
+    {
+      MutexLock lock(&mu_);
+      reads_ = reads;
+      if (!reads) return;
+      unread_bytes_ = 0;
+      taken.swap(unread_);
+      waiting.swap(waiting_);
+    }
+    taken.clear();
+    for (const auto& then : waiting) then();
+  }
+  std::function<void(const v1::JobEvent&)> watch;
 
   // The answer to `open` or `set_loras`; the session's end when that comes first.
   absl::Status WaitForAnswer() {
@@ -120,8 +155,12 @@ class InProcessServer::Session::Client : public SessionClient {
     changed_.SignalAll();
   }
 
-  Mutex mu_;
+  mutable Mutex mu_;
   CondVar changed_;
+  bool reads_ ABSL_GUARDED_BY(mu_) = true;
+  int64_t unread_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  std::vector<Reservation> unread_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::function<void()>> waiting_ ABSL_GUARDED_BY(mu_);
   bool answered_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status answer_ ABSL_GUARDED_BY(mu_);
@@ -180,6 +219,18 @@ absl::Status InProcessServer::Session::SetLoras(const std::vector<v1::LoraRef>& 
 }
 
 void InProcessServer::Session::Send(const v1::GenerateParams& params) { scope_->Denoise("", "", params); }
+
+absl::Status InProcessServer::Session::Cancel(int job) {
+  return scope_->CancelJob(absl::StrCat("job-", job));
+}
+
+void InProcessServer::Session::Watch(std::function<void(const v1::JobEvent&)> what) {
+  client_->watch = std::move(what);
+}
+
+void InProcessServer::Session::StopReading() { client_->SetReading(false); }
+
+void InProcessServer::Session::Read() { client_->SetReading(true); }
 
 Outcome InProcessServer::Session::Wait() { return client_->WaitForJob(); }
 

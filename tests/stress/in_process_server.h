@@ -59,6 +59,13 @@ class InProcessServer {
     // Queues a job without waiting for it; its outcome comes from Wait, in order.
     void Send(const v1::GenerateParams& params);
     Outcome Wait();
+    // Cancels a job by its number in the session, from 1. Any thread.
+    absl::Status Cancel(int job = 1);
+    // From the next job on, `what` is told every event, on the thread that sends it.
+    void Watch(std::function<void(const v1::JobEvent&)> what);
+    // The client takes nothing from now on; Read takes all that waits, and what comes.
+    void StopReading();
+    void Read();
     // Ends it and waits until everything is released. Its status.
     absl::Status End(EndReason reason = EndReason::kClosed);
 
