@@ -275,10 +275,10 @@ bool MappedFile::truncated() const {
   return region_ != nullptr && region_->torn.load(std::memory_order_acquire);
 }
 
-// The whole of a small file; of a large one its start, which holds the names, its end, and what lies between
-// in equal distances.
+// The whole of a small file; of a large one its start, its end, and what lies between in equal distances.
+// Little, for a load waits for it.
 uint64_t MappedFile::Sample() const {
-  constexpr int64_t kWhole = 1 << 20, kPieces = 64, kPiece = 4096, kStart = 64 << 10;
+  constexpr int64_t kWhole = 64 << 10, kPieces = 16, kPiece = 4096, kStart = 4096;
   const auto piece = [&](int64_t at, int64_t bytes) {
     return absl::string_view(reinterpret_cast<const char*>(data_) + at, static_cast<size_t>(bytes));
   };

@@ -357,15 +357,10 @@ bool IsAlias(const Assigned& from, const TensorInfo& info) {
          (from.transform == KeyTransform::kNone || from.transform == KeyTransform::kSqueezeConv);
 }
 
-}  // namespace
-
-std::map<DType, int64_t> WeightBytesByType(const WeightFiles& files, const ComponentLayout& layout,
-                                           const KeyMap* key_map, absl::string_view prefix) {
+std::map<DType, int64_t> BytesByType(const WeightFiles& files, const Sources& sources) {
   std::map<DType, int64_t> bytes;
-  const auto sources = FindSources(files, layout, key_map, prefix);
-  if (!sources.ok()) return bytes;
   std::map<std::pair<int, int64_t>, int64_t> aliases;  // file and offset → bytes: tied weights are there once
-  for (const std::vector<Assigned>& assigned : sources->by_slot) {
+  for (const std::vector<Assigned>& assigned : sources.by_slot) {
     if (assigned.empty()) continue;
     const Assigned& from = assigned.front();
     const WeightFiles::Entry& entry = files.tensors().at(from.source);
@@ -383,11 +378,23 @@ std::map<DType, int64_t> WeightBytesByType(const WeightFiles& files, const Compo
   return bytes;
 }
 
+int64_t Sum(const std::map<DType, int64_t>& by_type) {
+  int64_t sum = 0;
+  for (const auto& [type, bytes] : by_type) sum += bytes;
+  return sum;
+}
+
+}  // namespace
+
+std::map<DType, int64_t> WeightBytesByType(const WeightFiles& files, const ComponentLayout& layout,
+                                           const KeyMap* key_map, absl::string_view prefix) {
+  const auto sources = FindSources(files, layout, key_map, prefix);
+  return sources.ok() ? BytesByType(files, *sources) : std::map<DType, int64_t>();
+}
+
 int64_t WeightBytes(const WeightFiles& files, const ComponentLayout& layout, const KeyMap* key_map,
                     absl::string_view prefix) {
-  int64_t sum = 0;
-  for (const auto& [type, bytes] : WeightBytesByType(files, layout, key_map, prefix)) sum += bytes;
-  return sum;
+  return Sum(WeightBytesByType(files, layout, key_map, prefix));
 }
 
 std::string WeightsFingerprint(const WeightFiles& files, const ComponentLayout& layout, const KeyMap* key_map,
@@ -426,7 +433,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<con
   if (!unused.empty()) return Mismatch("tensors are not known to this architecture", unused);
 
   std::vector<Weight> weights(decls.size());
-  const int64_t total = WeightBytes(*files, *layout, key_map, prefix);
+  const int64_t total = Sum(BytesByType(*files, sources));
   int64_t done = 0;
   for (size_t i = 0; i < decls.size(); ++i) {
     if (context.cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "load cancelled");
