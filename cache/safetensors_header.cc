@@ -146,7 +146,11 @@ absl::StatusOr<TensorInfo> ParseTensor(const std::string& name, const Json& valu
   if (!offsets.is_array() || offsets.size() != 2 || !AsSize(offsets[0], begin) || !AsSize(offsets[1], end)) {
     return CorruptTensor(name, "data_offsets is no pair of offsets");
   }
-  if (end < begin || end > data_bytes) return CorruptTensor(name, "bytes lie outside of the file");
+  if (end < begin) return CorruptTensor(name, "bytes end before they begin");
+  if (end > data_bytes) {
+    return CorruptTensor(
+        name, absl::StrCat("file is cut short: these bytes end ", end - data_bytes, " bytes behind its end"));
+  }
   if (end - begin != bytes) {
     return CorruptTensor(name, absl::StrCat("has ", end - begin, " bytes where its shape takes ", bytes));
   }

@@ -16,6 +16,7 @@
 #include "absl/strings/strip.h"
 #include "cache/error.h"
 #include "cache/fault_injection.h"
+#include "cache/file_kind.h"
 #include "cache/host_tensor.h"
 #include "cache/mapped_file.h"
 #include "cache/shard_index.h"
@@ -56,14 +57,6 @@ at::ScalarType ToScalarType(DType dtype) {
 }
 
 std::string BaseName(const std::string& path) { return fs::path(path).filename().string(); }
-
-// Pickles and zip archives (which PyTorch's are) by their first bytes, whatever the file is called.
-bool LooksLikePickle(const uint8_t* data, int64_t size) {
-  if (size < 4) return false;
-  const bool zip = data[0] == 'P' && data[1] == 'K' && data[2] == 3 && data[3] == 4;
-  const bool pickle = data[0] == 0x80 && data[1] >= 2 && data[1] <= 5;
-  return zip || pickle;
-}
 
 // FNV-1a, 64 bits: http://www.isthe.com/chongo/tech/comp/fnv/
 uint64_t Fnv1a(absl::string_view text, uint64_t hash = 14695981039346656037ull) {
@@ -132,13 +125,12 @@ absl::Status WeightFiles::AddFile(const std::string& path) {
   auto header = ParseSafetensorsHeader(
       absl::string_view(reinterpret_cast<const char*>(mapping->data()), take), mapping->size());
   RETURN_IF_ERROR(mapping->Check());
-  // Asked only now: the header length of a good file can read like the start of a pickle.
-  if (!header.ok() && LooksLikePickle(mapping->data(), mapping->size())) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, "UNSAFE_FILE",
-                     absl::StrCat(base, " is a pickle, which can run code; convert it to safetensors"),
-                     {{"file", base}});
+  if (!header.ok()) {
+    // Asked only now: the header length of a good file can read like the start of something else.
+    RETURN_IF_ERROR(
+        CheckFileKind(base, absl::string_view(reinterpret_cast<const char*>(mapping->data()), take)));
+    return WithPrefix(header.status(), absl::StrCat(base, ": "));
   }
-  if (!header.ok()) return WithPrefix(header.status(), absl::StrCat(base, ": "));
   files_.push_back({path, std::move(header->tensors), mapping});
   metadata_.merge(header->metadata);
   return absl::OkStatus();
