@@ -32,6 +32,11 @@ const KeyMap* FluxLoraKeys() {
         "transformer_blocks.{}.attn.add_v_proj"}},
       {"double_blocks.{}.processor.proj_lora1", {"transformer_blocks.{}.attn.to_out.0"}},
       {"double_blocks.{}.processor.proj_lora2", {"transformer_blocks.{}.attn.to_add_out"}},
+      // Of a single block, of which linear1's rows for the feed-forward are not trained.
+      {"single_blocks.{}.processor.qkv_lora",
+       {"single_transformer_blocks.{}.attn.to_q", "single_transformer_blocks.{}.attn.to_k",
+        "single_transformer_blocks.{}.attn.to_v"}},
+      {"single_blocks.{}.processor.proj_lora", {"single_transformer_blocks.{}.proj_out"}},
   });
   return map;
 }

@@ -126,17 +126,28 @@ TEST(FluxLoraFormats, Omi) {
   EXPECT_EQ(outcome.ignored, 1);
 }
 
+// Of X-flux's double blocks, 1 is the image's stream and 2 the text's; a single block's proj takes all that
+// linear2 does (15360 numbers), its qkv gives linear1's first rows.
 TEST(FluxLoraFormats, XlabsProcessors) {
   Tensors file;
+  const auto add = [&](const std::string& name, int64_t rows, int64_t columns) {
+    AddPair(file, name + ".down.weight", name + ".up.weight", {name, rows, columns});
+  };
   for (int block = 0; block < 19; ++block) {
     for (const char* layer : {"qkv_lora1", "qkv_lora2", "proj_lora1", "proj_lora2"}) {
-      const std::string name = absl::StrCat("double_blocks.", block, ".processor.", layer);
-      AddPair(file, name + ".down.weight", name + ".up.weight", {name, layer[0] == 'q' ? 9216 : 3072, 3072});
+      add(absl::StrCat("double_blocks.", block, ".processor.", layer), layer[0] == 'q' ? 9216 : 3072, 3072);
     }
   }
-  const Outcome outcome = MatchAll(file, Targets());
-  EXPECT_EQ(outcome.matched, (Counts{{"transformer", 76}}));
-  EXPECT_EQ(outcome.tensors, (Counts{{"transformer", 152}}));
+  const Outcome doubles = MatchAll(file, Targets());
+  EXPECT_EQ(doubles.matched, (Counts{{"transformer", 76}}));
+  EXPECT_EQ(doubles.tensors, (Counts{{"transformer", 152}}));
+  for (int block = 0; block < 38; ++block) {
+    add(absl::StrCat("single_blocks.", block, ".processor.qkv_lora"), 9216, 3072);
+    add(absl::StrCat("single_blocks.", block, ".processor.proj_lora"), 3072, 15360);
+  }
+  const Outcome all = MatchAll(file, Targets());
+  EXPECT_EQ(all.matched, (Counts{{"transformer", 76 + 76}}));
+  EXPECT_EQ(all.tensors, (Counts{{"transformer", 152 + 38 * 4}}));
 }
 
 TEST(FluxLoraFormats, KohyaOftWithBlocksPerPart) {
