@@ -344,7 +344,7 @@ absl::StatusOr<std::shared_ptr<const WeightSet>> Merge(const WeightSet& base,
     }
     for (const Contribution& c : shares) {
       if (c.bias) {
-        sum.add_(RowsOf(c.layer->bias, c.part).to(at::kFloat), c.weight);
+        sum.add_(RowsOf(c.layer->bias, c.part).to(at::kFloat), c.weight * c.layer->bias_scale);
       } else if (std::holds_alternative<Replacement>(c.layer->math)) {
         continue;
       } else if (const LowRank* low_rank = c.layer->low_rank()) {

@@ -106,6 +106,21 @@ TEST_F(HostileFileTest, TheFileThatTheOthersAreMadeOfIsSound) {
   EXPECT_TRUE(used_);
 }
 
+TEST_F(HostileFileTest, WhatIsNoWeightsSaysWhatItIs) {
+  const auto says = [&](const std::string& bytes, const std::string& reason, const std::string& words) {
+    const absl::Status status = Use(bytes);
+    EXPECT_EQ(ErrorReason(status), reason) << status;
+    EXPECT_THAT(std::string(status.message()), testing::HasSubstr(words));
+  };
+  says("", "CORRUPT_FILE", "is empty");
+  says("<!doctype html><title>404</title>", "CORRUPT_FILE", "web page");
+  says("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "CORRUPT_FILE", "git lfs pull");
+  says("PK\x03\x04 and what torch.save puts behind it", "UNSAFE_FILE", "pickle");
+  const std::string good = File(Pair());
+  says(good.substr(0, good.size() - 5), "CORRUPT_FILE", "cut short");
+  says(good.substr(0, 40), "CORRUPT_FILE", "cut short");
+}
+
 TEST_F(HostileFileTest, ARankOfABillion) {
   std::vector<Entry> entries = Pair();
   entries[0].shape = {1'000'000'000, kIn};

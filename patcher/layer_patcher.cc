@@ -80,6 +80,7 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
   report.format = patch.format();
   report.weight = weight;
   report.layers_in_file = static_cast<int64_t>(patch.layers().size());
+  report.embeddings = patch.embeddings();
   int64_t matched = 0;
   std::set<std::string> unused;
   for (const auto& [path, factor] : blocks) unused.insert(path);

@@ -5,6 +5,7 @@
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "patcher/adapter_config.h"
 #include "patcher/patch_identity.h"
 
 namespace latentd {
@@ -14,6 +15,20 @@ NamedShapes ShapesOf(const WeightFiles& files) {
   NamedShapes shapes;
   for (const auto& [name, entry] : files.tensors()) shapes.emplace(name, entry.info->shape);
   return shapes;
+}
+
+bool IsFloat(DType type) {
+  switch (type) {
+    case DType::kF64:
+    case DType::kF32:
+    case DType::kF16:
+    case DType::kBF16:
+    case DType::kF8E4M3:
+    case DType::kF8E5M2:
+      return true;
+    default:
+      return false;
+  }
 }
 
 bool IsFinite(const at::Tensor& t) {
@@ -28,17 +43,29 @@ absl::StatusOr<PatchSummary> ModelPatch::Summarize(const WeightFiles& files) {
   PatchSummary summary{.format = keys.Format(),
                        .family = FamilyOf(keys, shapes),
                        .layers = static_cast<int64_t>(keys.layers.size()),
-                       .layer_types = {}};
+                       .layer_types = {},
+                       .embeddings = {keys.embeddings.begin(), keys.embeddings.end()}};
   for (const auto& [name, layer] : keys.layers) ++summary.layer_types[LayerType(layer, shapes)];
   return summary;
+}
+
+int64_t ModelPatch::MemoryBytes(const WeightFiles& files) {
+  int64_t bytes = files.tensor_bytes();
+  for (const auto& [name, entry] : files.tensors()) {
+    const DType type = entry.info->dtype;
+    if (type == DType::kF8E4M3 || type == DType::kF8E5M2) bytes += entry.info->bytes;  // kept as bf16
+  }
+  return bytes;
 }
 
 absl::Status ModelPatch::Build(const NamedShapes& shapes, const Read& read, const LoadContext& context,
                                int64_t total) {
   ASSIGN_OR_RETURN(const PatchKeys keys, PatchKeys::Group(shapes));
+  ASSIGN_OR_RETURN(const AdapterConfig config, AdapterConfig::Parse(metadata_));
   for (const auto& [name, parts] : keys.layers) {
     if (context.cancelled()) return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "load cancelled");
     ASSIGN_OR_RETURN(PatchLayer layer, MakeLayer(name, parts, shapes, read));
+    RETURN_IF_ERROR(config.SetScale(layer));
     bool finite = true;
     layer.ForEachTensor([&](const at::Tensor& t) { finite = finite && IsFinite(t); });
     bytes_ += layer.bytes();
@@ -53,28 +80,45 @@ absl::Status ModelPatch::Build(const NamedShapes& shapes, const Read& read, cons
   format_ = keys.Format();
   family_ = FamilyOf(keys, shapes);
   ignored_ = keys.ignored;
+  embeddings_ = {keys.embeddings.begin(), keys.embeddings.end()};
   return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Load(std::shared_ptr<const WeightFiles> files,
                                                                    const LoadContext& context) {
   auto patch = std::make_shared<ModelPatch>();
+  patch->metadata_ = files->metadata();
   files->TakeSamples();
   const absl::Status built = patch->Build(
       ShapesOf(*files), [&](const std::string& name) { return files->Read(name); }, context,
-      files->tensor_bytes());
+      MemoryBytes(*files));
   RETURN_IF_ERROR(files->Check());  // then what was read says nothing about the file
   RETURN_IF_ERROR(built);
-  patch->metadata_ = files->metadata();
   patch->files_ = std::move(files);
   return patch;
 }
 
+absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Outline(const WeightFiles& files) {
+  auto patch = std::make_shared<ModelPatch>();
+  patch->metadata_ = files.metadata();
+  const auto read = [&](const std::string& name) -> absl::StatusOr<at::Tensor> {
+    const TensorInfo& info = *files.tensors().at(name).info;
+    constexpr int64_t kSmall = 1 << 10;  // bytes: an alpha, the size of a sparse part
+    if (info.bytes <= kSmall || !IsFloat(info.dtype)) return files.Read(name);
+    return at::empty(info.shape, at::TensorOptions().device(at::kMeta));
+  };
+  const LoadContext context([] { return false; }, [](int64_t, int64_t) {});
+  RETURN_IF_ERROR(patch->Build(ShapesOf(files), read, context, 0));
+  RETURN_IF_ERROR(files.Check());
+  return patch;
+}
+
 absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::FromTensors(
-    const std::map<std::string, at::Tensor>& tensors) {
+    const std::map<std::string, at::Tensor>& tensors, const std::map<std::string, std::string>& metadata) {
   NamedShapes shapes;
   for (const auto& [name, tensor] : tensors) shapes.emplace(name, tensor.sizes().vec());
   auto patch = std::make_shared<ModelPatch>();
+  patch->metadata_ = metadata;
   const LoadContext context([] { return false; }, [](int64_t, int64_t) {});
   RETURN_IF_ERROR(patch->Build(
       shapes, [&](const std::string& name) -> absl::StatusOr<at::Tensor> { return tensors.at(name); },

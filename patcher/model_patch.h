@@ -27,6 +27,7 @@ struct PatchSummary {
   std::string family;  // a guess; see patch_identity.h
   int64_t layers = 0;
   std::map<std::string, int64_t> layer_types;  // number of layers by type (LayerType in patch_keys.h)
+  std::vector<std::string> embeddings = {};
 };
 
 class ModelPatch : public Resource {
@@ -41,21 +42,34 @@ class ModelPatch : public Resource {
   static absl::StatusOr<std::shared_ptr<const ModelPatch>> Load(std::shared_ptr<const WeightFiles> files,
                                                                 const LoadContext& context);
 
+  // The layers of a file without their values: can be matched, not applied. Reads small tensors alone.
+  // Errors: those of Load that names and shapes show.
+  static absl::StatusOr<std::shared_ptr<const ModelPatch>> Outline(const WeightFiles& files);
+
+  // The most that the layers of a file take in memory.
+  static int64_t MemoryBytes(const WeightFiles& files);
+
   // The same for tensors in memory. Tensors without storage (at::kMeta) make a patch that can be matched, not
   // applied; scalars need values.
   static absl::StatusOr<std::shared_ptr<const ModelPatch>> FromTensors(
-      const std::map<std::string, at::Tensor>& tensors);
+      const std::map<std::string, at::Tensor>& tensors,
+      const std::map<std::string, std::string>& metadata = {});
 
   // In order of name; the same in a copy on a device, where layers that are never computed beside a weight
   // have no tensors.
   const std::vector<PatchLayer>& layers() const { return layers_; }
-  // Tensors of the file that belong to no layer and were left out (bundled embeddings).
+  // Tensors of the file that belong to no layer (bundled embeddings).
   int64_t ignored() const { return ignored_; }
+  // Names of the textual inversions that the file brings with it, in order.
+  const std::vector<std::string>& embeddings() const { return embeddings_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   // "diffusers/PEFT", "kohya", "BFL (native names)": how the file names its layers.
   const std::string& format() const { return format_; }
   // The architecture that it seems to be for; empty when its names do not tell.
   const std::string& family() const { return family_; }
+
+  // The file that it was read from; null for tensors in memory, and in a copy on a device.
+  const std::shared_ptr<const WeightFiles>& files() const { return files_; }
 
   int64_t bytes() const override { return bytes_; }
   absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device& device, const std::vector<bool>& resident,
@@ -72,6 +86,7 @@ class ModelPatch : public Resource {
   std::vector<PatchLayer> layers_;
   std::map<std::string, std::string> metadata_;
   std::string format_, family_;
+  std::vector<std::string> embeddings_;
   std::shared_ptr<const WeightFiles> files_;
   int64_t bytes_ = 0;
   int64_t device_bytes_ = 0;

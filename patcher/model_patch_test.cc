@@ -69,6 +69,108 @@ TEST(ModelPatchTest, TwoFullKroneckerFactorsIgnoreAlpha) {
   EXPECT_EQ(std::get<Kronecker>(Only(*ModelPatch::FromTensors(low_rank)).math).scale, 2);
 }
 
+// A convolution of 6 inputs and 6 outputs, where a magnitude's shape alone does not say what it is of.
+TEST(ModelPatchTest, PeftsMagnitudesAreOfTheOutputsAndLycorisOfWhatTheirShapeSays) {
+  const at::Tensor down = at::randn({2, 6, 3, 3}), up = at::randn({6, 2, 1, 1}),
+                   weight = at::randn({6, 6, 3, 3});
+  const at::Tensor numbers = at::rand({6}) + 0.5;
+  const at::Tensor sum = weight + at::einsum("or,rikl->oikl", {up.flatten(1), down});
+  const auto scaled = [&](at::IntArrayRef over, at::IntArrayRef shape) {
+    const at::Tensor norm = sum.square().sum(over, /*keepdim=*/true).sqrt();
+    return (sum * numbers.view(shape) / norm - weight).flatten(1);
+  };
+  const at::Tensor by_output = scaled({1, 2, 3}, {6, 1, 1, 1}), by_input = scaled({0, 2, 3}, {1, 6, 1, 1});
+  struct Row {
+    std::string suffix;
+    std::vector<int64_t> shape;
+    const at::Tensor& expected;
+  };
+  for (const Row& row : std::vector<Row>{{"lora_magnitude_vector", {1, 6, 1, 1}, by_output},
+                                         {"lora_magnitude_vector.default.weight", {1, 6, 1, 1}, by_output},
+                                         {"magnitude", {1, 6, 1, 1}, by_output},
+                                         {"lora_magnitude_vector", {6}, by_output},
+                                         {"dora_scale", {6, 1, 1, 1}, by_output},
+                                         {"dora_scale", {1, 6, 1, 1}, by_input}}) {
+    const auto patch = ModelPatch::FromTensors({{"a.lora_A.weight", down},
+                                                {"a.lora_B.weight", up},
+                                                {"a." + row.suffix, numbers.reshape(row.shape)}});
+    ASSERT_TRUE(patch.ok()) << row.suffix << ": " << patch.status();
+    EXPECT_EQ(Only(*patch).type, "LoCon+DoRA");
+    EXPECT_TRUE(at::allclose(Only(*patch).Delta(weight.sizes(), weight), row.expected, 1e-4, 1e-5))
+        << row.suffix;
+  }
+}
+
+TEST(ModelPatchTest, AMagnitudeMayBeNamedInAnotherWayThanItsLayer) {
+  const std::pair<std::string, std::string> names[] = {
+      {"lora_unet_mid_block_attn_to_q", "lora_unet.mid_block.attn.to_q"},
+      {"lora_unet_mid_block_attn_to_q", "unet.mid_block.attn.to_q"},
+      {"lora_unet_mid_block_attn_to_q", "mid_block.attn.to_q"},
+      {"lora_transformer_transformer_blocks_0_attn_to_q", "transformer.transformer_blocks.0.attn.to_q"},
+      {"lora_unet_double_blocks_0_img_attn_qkv", "diffusion_model.double_blocks.0.img_attn.qkv"},
+      {"lora_te1_text_model_encoder_q_proj", "text_encoder.text_model.encoder.q_proj"},
+      {"unet.mid_block.attn.to_q", "lora_unet_mid_block_attn_to_q"}};
+  for (const auto& [layer, magnitude] : names) {
+    for (const char* suffix : {".dora_scale", ".lora_magnitude_vector", ".magnitude"}) {
+      Tensors tensors = With(Pair(layer), magnitude + suffix, at::ones({6, 1}));
+      tensors.merge(Pair("lora_unet_other"));
+      const auto patch = ModelPatch::FromTensors(tensors);
+      ASSERT_TRUE(patch.ok()) << magnitude << ": " << patch.status();
+      ASSERT_EQ((*patch)->layers().size(), 2u);
+      for (const PatchLayer& found : (*patch)->layers()) {
+        EXPECT_EQ(found.type, found.name == layer ? "LoRA+DoRA" : "LoRA") << found.name;
+      }
+    }
+  }
+  // One that may be of two, or of none, is of none.
+  for (const char* magnitude : {"a.b.dora_scale", "x.y.dora_scale"}) {
+    Tensors tensors = With(Pair("lora_unet_a_b"), magnitude, at::ones({6, 1}));
+    tensors.merge(Pair("lycoris_a_b"));
+    EXPECT_THAT(std::string(StatusOf(tensors).message()), HasSubstr("has magnitudes but no low-rank part"));
+  }
+}
+
+TEST(ModelPatchTest, TheUpPartsBiasIsScaledAsTheUpPartIs) {
+  const std::vector<std::string> spellings[] = {
+      {".lora_A.weight", ".lora_B.weight", ".lora_B.bias"},
+      {".lora.down.weight", ".lora.up.weight", ".lora.up.bias"},
+      {".lora_down.weight", ".lora_up.weight", ".lora_up.bias"},
+      {".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight", ".lora_linear_layer.up.bias"}};
+  for (const auto& names : spellings) {
+    const auto patch = ModelPatch::FromTensors({{"a" + names[0], at::ones({2, 8})},
+                                                {"a" + names[1], at::ones({6, 2})},
+                                                {"a" + names[2], at::ones({6})},
+                                                {"a.alpha", at::scalar_tensor(1)}});
+    ASSERT_TRUE(patch.ok()) << names[2] << ": " << patch.status();
+    EXPECT_EQ(Only(*patch).type, "LoRA+bias");
+    EXPECT_EQ(Only(*patch).bias_scale, 0.5);
+  }
+}
+
+TEST(ModelPatchTest, DoublesAndEightBitFloatsAreRead) {
+  // All that 8 bits can say, but what is not finite.
+  for (const at::ScalarType type : {at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
+    const at::Tensor all = at::arange(256, at::kByte).view(type).to(at::kFloat);
+    const at::Tensor numbers = at::where(all.isfinite(), all, at::zeros({})).reshape({2, 128});
+    const auto patch = ModelPatch::FromTensors({{"a.lora_down.weight", numbers.to(type)},
+                                                {"a.lora_up.weight", at::eye(2).to(type)},
+                                                {"a.alpha", at::scalar_tensor(2).to(type)}});
+    ASSERT_TRUE(patch.ok()) << patch.status();
+    EXPECT_TRUE(at::equal(Only(*patch).Delta({2, 128}, {}), numbers)) << at::toString(type);
+  }
+  const auto patch = ModelPatch::FromTensors({{"a.lora_down.weight", at::full({2, 8}, 0.1, at::kDouble)},
+                                              {"a.lora_up.weight", at::eye(2, at::kDouble)},
+                                              {"a.alpha", at::scalar_tensor(2, at::kDouble)}});
+  ASSERT_TRUE(patch.ok()) << patch.status();
+  EXPECT_TRUE(at::equal(Only(*patch).Delta({2, 8}, {}), at::full({2, 8}, 0.1F)));
+  // Beyond what is computed in.
+  EXPECT_THAT(
+      std::string(StatusOf(With(Pair(), "a.lora_up.weight", at::full({6, 2}, 1e300, at::kDouble))).message()),
+      HasSubstr("finite"));
+  EXPECT_FALSE(
+      StatusOf(With(Pair(), "a.lora_up.weight", at::full({6, 2}, kNaN).to(at::kFloat8_e4m3fn))).ok());
+}
+
 TEST(ModelPatchTest, LayersOfAllKindsMayStandInOneFile) {
   Tensors tensors = Pair("a");
   tensors["b.diff"] = at::ones({4, 4});

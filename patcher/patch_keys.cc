@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "cache/error.h"
+#include "patcher/magnitude_names.h"
 
 namespace latentd {
 namespace {
@@ -32,12 +33,16 @@ constexpr Suffix kSuffixes[] = {
     {".lora.up.weight", PatchKey::kUp},
     {".lora_mid.weight", PatchKey::kMid},
     {".lora_B.bias", PatchKey::kUpBias},
+    {".lora_up.bias", PatchKey::kUpBias},
+    {".lora.up.bias", PatchKey::kUpBias},
+    {".lora_linear_layer.up.bias", PatchKey::kUpBias},
     {".bias_indices", PatchKey::kSparseIndices},
     {".bias_values", PatchKey::kSparseValues},
     {".bias_size", PatchKey::kSparseSize},
     {".alpha", PatchKey::kAlpha},
     {".dora_scale", PatchKey::kDoraScale},
     {".lora_magnitude_vector", PatchKey::kMagnitude},
+    {".magnitude", PatchKey::kMagnitude},
     {".diff", PatchKey::kDiff},
     {".diff_b", PatchKey::kDiffBias},
     {".w_norm", PatchKey::kNormWeight},
@@ -80,8 +85,8 @@ constexpr Foreign kForeign[] = {
     {"text_encoder:", "LoRA by index"},
 };
 
-// Token embeddings that some trainers put beside the layers.
-constexpr absl::string_view kIgnored = "bundle_emb";
+// Textual inversions that some trainers put beside the layers: "bundle_emb.NAME.clip_l".
+constexpr absl::string_view kBundled = "bundle_emb.";
 
 // "x.lora_A.default.weight" → "x.lora_A.weight": PEFT writes the adapter's name when it is not left out.
 std::string DropAdapterName(absl::string_view key) {
@@ -136,14 +141,23 @@ class Parts {
     return Read(it->second);
   }
 
+  // In a type that formulas are computed from: 8-bit floats as bf16, which holds them all, doubles as fp32.
   absl::StatusOr<at::Tensor> Read(const std::string& key) const {
     ASSIGN_OR_RETURN(at::Tensor tensor, read_(key));
-    const auto type = tensor.scalar_type();
-    if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) {
-      return InvalidLayer(
-          name_, absl::StrCat("is stored as ", at::toString(type), "; fp32, fp16 and bf16 are read"));
+    switch (tensor.scalar_type()) {
+      case at::kFloat:
+      case at::kHalf:
+      case at::kBFloat16:
+        return tensor;
+      case at::kDouble:
+        return tensor.to(at::kFloat);
+      case at::kFloat8_e4m3fn:
+      case at::kFloat8_e5m2:
+        return tensor.to(at::kBFloat16);
+      default:
+        return InvalidLayer(name_, absl::StrCat("is stored as ", at::toString(tensor.scalar_type()),
+                                                ", which is no type of floating point"));
     }
-    return tensor;
   }
 
   absl::StatusOr<at::Tensor> Integers(PatchKey kind, absl::string_view what) const {
@@ -253,18 +267,9 @@ std::vector<Formula> FormulasOf(const LayerKeys& keys) {
   return found;
 }
 
-absl::Status SetScale(PatchLayer& layer, double alpha, bool has_alpha) {
-  auto set = [&](auto& math) {
-    math.scale = has_alpha && math.rank() > 0 ? alpha / static_cast<double>(math.rank()) : 1;
-    return absl::OkStatus();
-  };
-  if (auto* m = std::get_if<LowRank>(&layer.math)) return set(*m);
-  if (auto* m = std::get_if<SparseLowRank>(&layer.math)) return set(m->low_rank);
-  if (auto* m = std::get_if<Hadamard>(&layer.math)) return set(*m);
-  if (auto* m = std::get_if<Kronecker>(&layer.math)) return set(*m);
-  if (auto* m = std::get_if<Glora>(&layer.math)) return set(*m);
-  if (auto* m = std::get_if<Dora>(&layer.math)) return std::visit(set, m->inner);
-  return absl::OkStatus();
+// alpha / rank; 1 for what has no rank, whose factors are full.
+double ScaleOf(const PatchLayer& layer, double alpha) {
+  return layer.has_alpha && layer.rank() > 0 ? alpha / static_cast<double>(layer.rank()) : 1;
 }
 
 absl::StatusOr<LayerMath> MakeOft(const std::string& name, const LayerKeys& keys, const Parts& parts,
@@ -299,8 +304,10 @@ absl::StatusOr<PatchKeys> PatchKeys::GroupAll(const NamedShapes& tensors) {
   PatchKeys result;
   auto& foreign = result.unsupported;
   for (const auto& [raw, shape] : tensors) {
-    if (absl::StartsWith(raw, kIgnored)) {
+    if (absl::StartsWith(raw, kBundled)) {
       ++result.ignored;
+      const absl::string_view rest = absl::StripPrefix(raw, kBundled);
+      result.embeddings.emplace(rest.substr(0, rest.find('.')));
       continue;
     }
     const auto* other = std::find_if(std::begin(kForeign), std::end(kForeign),
@@ -340,6 +347,7 @@ absl::StatusOr<PatchKeys> PatchKeys::GroupAll(const NamedShapes& tensors) {
       return InvalidLayer(raw, "is there twice, under two names; export one adapter");
     }
   }
+  JoinMagnitudes(result.layers);
   return result;
 }
 
@@ -495,8 +503,11 @@ absl::StatusOr<PatchLayer> MakeLayer(
   if (magnitude.defined() && dora_scale.defined()) return InvalidLayer(name, "has magnitudes twice");
   if (!magnitude.defined()) magnitude = dora_scale;
   if (magnitude.defined()) {
+    if (absl::Status status = layer.Check(); !status.ok()) return InvalidLayer(name, status.message());
     Dora dora;
-    dora.magnitude = magnitude;
+    // peft's is of the outputs, in whatever shape: [out] of a linear layer, [1, out, 1, 1] of a convolution.
+    const bool by_output = keys.has(PatchKey::kMagnitude) && magnitude.numel() == layer.extent().rows;
+    dora.magnitude = by_output ? magnitude.flatten() : magnitude;
     if (auto* m = std::get_if<LowRank>(&layer.math)) {
       dora.inner = std::move(*m);
     } else if (auto* h = std::get_if<Hadamard>(&layer.math)) {
@@ -512,10 +523,11 @@ absl::StatusOr<PatchLayer> MakeLayer(
     if (!keys.has(kind)) continue;
     if (layer.bias.defined()) return InvalidLayer(name, "has two differences of its bias");
     ASSIGN_OR_RETURN(layer.bias, parts.Get(kind));
+    layer.bias_of_up = kind == PatchKey::kUpBias;
   }
   if (!layer.has_weight() && !layer.bias.defined()) return InvalidLayer(name, "holds nothing but an alpha");
   if (absl::Status status = layer.Check(); !status.ok()) return InvalidLayer(name, status.message());
-  RETURN_IF_ERROR(SetScale(layer, alpha, layer.has_alpha));
+  layer.SetScale(ScaleOf(layer, alpha));
   return layer;
 }
 

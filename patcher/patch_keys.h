@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -67,7 +68,8 @@ struct LayerKeys {
 
 struct PatchKeys {
   std::map<std::string, LayerKeys> layers;  // by name
-  int64_t ignored = 0;                      // tensors that belong to no layer and are known to be harmless
+  int64_t ignored = 0;                      // tensors of embeddings, which belong to no layer
+  std::set<std::string> embeddings;         // textual inversions that the file brings with it, by name
   bool peft_suffix = false;                 // lora_A/lora_B
   std::map<std::string, std::vector<std::string>>
       unsupported;  // type → keys of tensors that are not understood

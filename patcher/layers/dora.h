@@ -2,8 +2,8 @@
 //
 // Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", equation 5. The shape of the magnitude says
 // what the norm is over: [1, in] one norm per input column, over all rows (`dora_scale` of OneTrainer and
-// LyCORIS); [out, 1] or [out] one per row (`dora_scale` of LyCORIS with wd_on_out, `lora_magnitude_vector` of
-// peft).
+// LyCORIS; [1, in, 1, 1] of a convolution, over its kernel too); [out, 1] or [out] one per row (`dora_scale`
+// of LyCORIS with wd_on_out; `lora_magnitude_vector` of peft, which MakeLayer brings into that shape).
 //
 // A norm per column is over all rows of the layer as the file has it. Where the file's layer is a fused
 // matrix and the model's weights are its parts, the parts are put together first (contribution.cc).

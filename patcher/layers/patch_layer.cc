@@ -20,6 +20,31 @@ int64_t PatchLayer::rank() const {
                     math);
 }
 
+bool PatchLayer::has_scale() const {
+  return std::visit(Overloaded{[](const auto&) { return false; }, [](const LowRank&) { return true; },
+                               [](const SparseLowRank&) { return true; },
+                               [](const Hadamard&) { return true; }, [](const Kronecker&) { return true; },
+                               [](const Glora&) { return true; }, [](const Dora&) { return true; }},
+                    math);
+}
+
+bool PatchLayer::is_kronecker() const {
+  if (const auto* dora = std::get_if<Dora>(&math)) return std::holds_alternative<Kronecker>(dora->inner);
+  return std::holds_alternative<Kronecker>(math);
+}
+
+void PatchLayer::SetScale(double scale) {
+  const Overloaded set{[](auto&) {},
+                       [&](LowRank& m) { m.scale = scale; },
+                       [&](SparseLowRank& m) { m.low_rank.scale = scale; },
+                       [&](Hadamard& m) { m.scale = scale; },
+                       [&](Kronecker& m) { m.scale = scale; },
+                       [&](Glora& m) { m.scale = scale; },
+                       [&](Dora& m) { std::visit([&](auto& inner) { inner.scale = scale; }, m.inner); }};
+  std::visit(set, math);
+  if (bias_of_up) bias_scale = scale;
+}
+
 bool PatchLayer::depends_on_base() const {
   return std::holds_alternative<Replacement>(math) || std::holds_alternative<Dora>(math) ||
          std::holds_alternative<Ia3>(math) || std::holds_alternative<Glora>(math) ||

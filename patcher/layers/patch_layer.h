@@ -29,13 +29,20 @@ struct PatchLayer {
   std::string name;  // module path as in the file, suffix taken off
   std::string type;  // "LoRA", "LoKr", …; see PatchKeys
   LayerMath math;
-  at::Tensor bias;  // difference, scaled by the user's weight alone; or undefined
+  at::Tensor bias;  // difference, at bias_scale; or undefined
+  // Of the bias of the up part; that of a difference is as it stands, whatever the layer's alpha.
+  bool bias_of_up = false;
+  double bias_scale = 1;
   bool has_alpha = false;
 
   bool has_weight() const { return !std::holds_alternative<std::monostate>(math); }
   // Not null for what can be computed beside a linear layer or a convolution: plain low-rank products.
   const LowRank* low_rank() const;
   int64_t rank() const;
+  bool has_scale() const;  // a formula with a factor of alpha
+  bool is_kronecker() const;
+  // Sets that factor, and with it that of an up part's bias. Formulas without one stay as they are.
+  void SetScale(double scale);
   // Does the difference depend on the weight that it is for?
   bool depends_on_base() const;
   Extent extent() const;

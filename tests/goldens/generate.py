@@ -53,6 +53,7 @@ def main() -> None:
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    import adapters
     import cases
     import control
     import embeddings
@@ -81,6 +82,7 @@ def main() -> None:
     sd_runs.write_all(args.out)
     sd_schedules.write_all(args.out)
     sd_loras.write_all(args.out)
+    adapters.write_all(args.out)
     sd_tiles.write_all(args.out)
     embeddings.write_all(args.out)
     samplers.write_all(args.out)
