@@ -32,6 +32,22 @@ TEST(SafetensorsHeader, NamesShapesAndOffsetsAreRead) {
   EXPECT_EQ(header->metadata.at("k"), "v");
 }
 
+// The config that diffusers writes names every module of a large model.
+TEST(SafetensorsHeader, TheConfigOfAnAdapterIsKeptInFull) {
+  const std::string config = "{\\\"unet.target_modules\\\": [" + std::string(100'000, '7') + "]}";
+  auto header = Parse(File(R"({"__metadata__":{"lora_adapter_metadata":")" + config + R"("}})", 0));
+  ASSERT_TRUE(header.ok()) << header.status();
+  EXPECT_EQ(header->metadata.at("lora_adapter_metadata").size(), config.size() - 2);
+}
+
+TEST(SafetensorsHeader, AFileThatIsCutShortSaysByHowMuch) {
+  const std::string file = File(R"({"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}})", 16);
+  const auto header = Parse(file.substr(0, file.size() - 5));
+  EXPECT_EQ(ErrorReason(header.status()), "CORRUPT_FILE");
+  EXPECT_NE(header.status().message().find("cut short: these bytes end 5 bytes behind its end"), std::string::npos)
+      << header.status();
+}
+
 TEST(SafetensorsHeader, AnEmptyTensorHasNoBytes) {
   EXPECT_TRUE(Parse(File(R"({"a":{"dtype":"F32","shape":[0,4],"data_offsets":[0,0]}})", 0)).ok());
 }
