@@ -254,7 +254,8 @@ bool OpenModel::at_its_place() const {
 absl::StatusOr<LockRequest> LoraFile::Request() const {
   auto files = WeightFiles::Open(path);
   if (!files.ok()) return WithPrefix(files.status(), absl::StrCat("LoRA ", name, ": "));
-  Loader loader{.kind = kLora, .estimated_bytes = (*files)->tensor_bytes(), .use = MemoryUse::kPatches};
+  Loader loader{
+      .kind = kLora, .estimated_bytes = ModelPatch::MemoryBytes(**files), .use = MemoryUse::kPatches};
   loader.load = [files = *files,
                  name = name](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
     auto patch = ModelPatch::Load(files, context);
