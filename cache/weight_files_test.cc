@@ -184,7 +184,7 @@ TEST_F(WeightFilesTest, OneAndTheSameIsWhatIsReadFromTheSameFilesInTheSameWay) {
   auto a = *WeightFiles::Open(Write("a.safetensors", {{"x", {1}}})),
        b = *WeightFiles::Open(Write("b.safetensors", {{"x", {1}}}));
   auto layout = LayoutOf({{"x", 1}});
-  const KeyMap map({{"y", {"x"}}}), other({{"z", {"x"}}});
+  const KeyMap map(std::vector<KeyRule>{{"y", {"x"}}}), other(std::vector<KeyRule>{{"z", {"x"}}});
   const std::string same = WeightsFingerprint(*a, *layout, &map, "");
   EXPECT_EQ(
       WeightsFingerprint(**WeightFiles::Open(folder + "/a.safetensors"), *LayoutOf({{"x", 1}}), &map, ""),
