@@ -55,6 +55,9 @@ struct ModelDefaults {
 // How a phase is run, beyond what the request says: what the server decides when memory is short.
 struct PhaseOptions {
   int64_t tile = 0;  // the VAE's, pixels of a tile's side; 0: the whole picture at once
+  // For estimates alone.
+  bool encodes_picture = false;  // the VAE: a picture is encoded, not decoded
+  int64_t beside_rank = 0;       // of the widest patch that is computed beside a weight
 };
 
 // One of a request's prompts.
@@ -117,9 +120,13 @@ class Pipeline {
   // the model has none.
   virtual at::Tensor Preview(const at::Tensor& latents) const = 0;
 
-  // Upper estimate of activation bytes of a phase on `component` for this request.
+  // Upper estimate of activation bytes of a phase on `component` for this request: of what code of this kind
+  // allocates in host memory in fp32, weights converted on the way included.
   virtual int64_t WorkingBytes(const std::string& component, const GenerateParams& params,
                                const PhaseOptions& options) const = 0;
+  // Names the shapes that a phase on `component` has for this request: all that its memory and its time depend on
+  // besides weights, patches and options. Equal keys, equal shapes.
+  virtual std::string ShapeKey(const std::string& component, const GenerateParams& params) const = 0;
 };
 
 // The files that make up one model under a root.

@@ -136,9 +136,16 @@ absl::StatusOr<LayerPatcher::OverlaySize> LayerPatcher::OverlayBytes(
     for (int64_t extent : layout[Slot{index}].shape) numbers *= static_cast<double>(extent);
     bytes += numbers * bytes_per_number;
   }
+  int64_t widest = 0;
+  for (const auto& [index, shares] : beside) {
+    int64_t rank = 0;
+    for (const Contribution& share : shares) rank += share.layer->low_rank()->rank();
+    widest = std::max(widest, rank);
+  }
   OverlaySize size{.merged = static_cast<int64_t>(bytes),
                    .merging = MergeScratchBytes(layout, direct, form),
                    .beside = SidecarBytes(layout, beside, options.compute),
+                   .rank = widest,
                    .record = {}};
   if (!direct.empty() && HasRecord(specs)) {
     size.record = {options.component.id,

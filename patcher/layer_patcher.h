@@ -103,6 +103,7 @@ class LayerPatcher {
     int64_t merged = 0;   // bytes of merged weights
     int64_t merging = 0;  // bytes that merging them takes for a while, beside them
     int64_t beside = 0;   // bytes of what is computed beside them
+    int64_t rank = 0;     // rows of the widest of that
     ModelKey record;      // that merged weights would be; empty without any, or with a patch without a handle
   };
   using FormOf = std::function<StorageForm(Slot)>;

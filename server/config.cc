@@ -105,6 +105,13 @@ const std::vector<ConfigKey>& Table() {
       {"max_queued_jobs", &Config::max_queued_jobs, "Jobs that wait in all sessions.", Unit::kNone, 1, kMany},
       {"job_timeout", &Config::job_timeout,
        "A job fails when it is not done after this time, queue included."},
+      {"max_priority", &Config::max_priority,
+       "Highest priority of a session or job, and its negative the lowest; what is beyond is cut to it.",
+       Unit::kNone, 0, kMany},
+      {"priority_ageing", &Config::priority_ageing,
+       "A job that waits for its turn rises by one priority each time this has passed; never: only higher ones "
+       "run as long as there are any.",
+       Unit::kNone, 0, 0, true},
       {"upload_dir", &Config::upload_dir,
        "Folder for LoRAs that clients upload, which are served as uploads/NAME; the server's own, and in "
        "none of "

@@ -56,6 +56,8 @@ struct Config {
   int64_t max_queued_jobs_per_session = 16;
   int64_t max_queued_jobs = 256;
   absl::Duration job_timeout = absl::Hours(1);
+  int64_t max_priority = 100;
+  absl::Duration priority_ageing = absl::Seconds(5);
 
   std::string upload_dir;
   int64_t upload_max_bytes = int64_t{2} << 30;

@@ -116,9 +116,10 @@ class SessionStreamClient : public StreamClient<SessionWriter> {
   SessionStreamClient(ServerCore* core, std::shared_ptr<SessionWriter> writer)
       : StreamClient(std::move(writer)), core_(core) {}
 
-  void set_session(std::string id, absl::Duration idle_timeout) {
-    session_ = std::move(id);
-    idle_timeout_ = idle_timeout;
+  void set_session(const SessionScope& scope) {
+    session_ = scope.id();
+    idle_timeout_ = scope.idle_timeout();
+    priority_ = scope.priority();
   }
 
   void OnOpened(const std::string& request_id, const OpenModel& model,
@@ -133,6 +134,7 @@ class SessionStreamClient : public StreamClient<SessionWriter> {
     for (const PatchReport& report : loras) *opened.add_loras() = ReportToProto(report);
     *opened.mutable_limits() = LimitsToProto(core_->config);
     *opened.mutable_idle_timeout() = ToProto(idle_timeout_);
+    opened.set_priority(priority_);
     writer_->Send(std::move(response));
   }
 
@@ -198,6 +200,7 @@ class SessionStreamClient : public StreamClient<SessionWriter> {
   std::string session_;
   std::string close_request_id_;
   absl::Duration idle_timeout_;
+  int priority_ = 0;
 };
 
 class SessionReactor
@@ -279,7 +282,7 @@ class SessionReactor
     }
     auto scope = core_->sessions->Open(client_, peer_, std::move(request));
     if (!scope.ok()) return Fail(scope.status());
-    client_->set_session((*scope)->id(), (*scope)->idle_timeout());
+    client_->set_session(**scope);
     Begin(std::move(*scope), [](SessionScope&) {});
   }
 
@@ -373,6 +376,7 @@ v1::Limits LimitsToProto(const Config& config) {
   limits.set_max_image_bytes(config.max_image_bytes);
   limits.set_max_pixels(config.max_pixels);
   limits.set_preview_max_px(config.preview_max_px);
+  limits.set_max_priority(static_cast<int>(config.max_priority));
   return limits;
 }
 

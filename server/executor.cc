@@ -1,11 +1,18 @@
 #include "server/executor.h"
 
+#include <utility>
+#include <vector>
+
 #include "ATen/Parallel.h"
 
 namespace latentd {
 
-Executor::Executor(Device* device, int threads)
-    : device_(device), threads_(threads), thread_([this] { Run(); }) {}
+Executor::Executor(Device* device, int threads, AgeingPolicy ageing, Clock clock)
+    : device_(device),
+      threads_(threads),
+      clock_(std::move(clock)),
+      ready_(ageing),
+      thread_([this] { Run(); }) {}
 
 Executor::~Executor() {
   {
@@ -17,17 +24,31 @@ Executor::~Executor() {
 }
 
 void Executor::Submit(std::shared_ptr<SlicedTask> task) {
+  const absl::Time now = clock_();
   MutexLock lock(&mu_);
-  const int priority = task->priority();
-  ready_[priority].push_back(std::move(task));
+  ready_.Push(std::move(task), now);
   changed_.Signal();
+}
+
+int Executor::LetGiveWay() {
+  std::vector<ReadyQueue::Entry> entries;
+  {
+    MutexLock lock(&mu_);
+    entries = ready_.Take([](const SlicedTask& task) { return task.ShouldGiveWay(); });
+    giving_way_ += static_cast<int>(entries.size());
+  }
+  for (const ReadyQueue::Entry& entry : entries) entry.task->GiveWay();
+  const auto count = static_cast<int>(entries.size());
+  MutexLock lock(&mu_);
+  giving_way_ -= count;
+  ready_.GiveBack(std::move(entries));
+  changed_.Signal();
+  return count;
 }
 
 int Executor::load() const {
   MutexLock lock(&mu_);
-  size_t n = static_cast<size_t>(running_);
-  for (const auto& [priority, tasks] : ready_) n += tasks.size();
-  return static_cast<int>(n);
+  return running_ + giving_way_ + static_cast<int>(ready_.size());
 }
 
 void Executor::Run() {
@@ -39,20 +60,16 @@ void Executor::Run() {
       MutexLock lock(&mu_);
       while (ready_.empty() && !stopping_) changed_.Wait(&mu_);
       if (stopping_) return;
-      auto best = ready_.begin();
-      task = std::move(best->second.front());
-      best->second.pop_front();
-      if (best->second.empty()) ready_.erase(best);
+      task = ready_.Pop(clock_());
       running_ = 1;
     }
     const bool more = task->RunSlice();
+    if (more && task->ShouldGiveWay()) task->GiveWay();
+    const absl::Time now = clock_();
     {
       MutexLock lock(&mu_);
       running_ = 0;
-      if (more) {
-        const int priority = task->priority();
-        ready_[priority].push_back(std::move(task));
-      }
+      if (more) ready_.Push(std::move(task), now);
     }
     if (!more) task->Parked();
   }

@@ -1,42 +1,39 @@
-// One thread per device that runs slices: the highest priority first, then round robin, so that sessions on
-// one device take turns step by step.
+// One thread per device that runs slices, in the order of ReadyQueue: the highest priority first, then round
+// robin, so that sessions on one device take turns step by step.
 #ifndef LATENTD_SERVER_EXECUTOR_H_
 #define LATENTD_SERVER_EXECUTOR_H_
 
 #include <atomic>
-#include <deque>
-#include <map>
+#include <functional>
 #include <memory>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
-#include "cache/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "cache/device.h"
+#include "cache/mutex.h"
+#include "server/ready_queue.h"
+#include "server/sliced_task.h"
 
 namespace latentd {
 
-// What an executor runs, a slice at a time.
-class SlicedTask {
- public:
-  virtual ~SlicedTask() = default;
-  // Runs one slice on the executor's thread. Returns true when another slice can run right away; else
-  // Parked() is called, the task is let go, and whoever makes it runnable again calls Executor::Submit. Must
-  // not throw.
-  virtual bool RunSlice() = 0;
-  // Called when RunSlice returned false, once the executor counts the task no more: the place to go on from.
-  virtual void Parked() {}
-  virtual int priority() const = 0;
-};
-
 class Executor {
  public:
+  using Clock = std::function<absl::Time()>;
+
   // `threads`: compute threads of this executor; executors × threads should not exceed the cores.
-  Executor(Device* device, int threads);
+  Executor(Device* device, int threads, AgeingPolicy ageing = {}, Clock clock = absl::Now);
   // Finishes the slice that runs; waiting tasks are let go.
   ~Executor();
 
   // Thread-safe. Puts a task behind those of its priority.
   void Submit(std::shared_ptr<SlicedTask> task);
+
+  // Lets every task that is ready and does not run give way, if it should (SlicedTask::ShouldGiveWay); after
+  // each of its slices a task is asked anyway. Runs GiveWay on the caller's thread. Returns how many did.
+  // Thread-safe.
+  int LetGiveWay();
 
   Device& device() const { return *device_; }
   int threads() const { return threads_; }
@@ -54,13 +51,14 @@ class Executor {
 
   Device* const device_;
   const int threads_;
+  const Clock clock_;
   std::atomic<int> jobs_ = 0;
   mutable Mutex mu_;
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   int running_ ABSL_GUARDED_BY(mu_) = 0;
-  // By priority, highest first.
-  std::map<int, std::deque<std::shared_ptr<SlicedTask>>, std::greater<int>> ready_ ABSL_GUARDED_BY(mu_);
+  int giving_way_ ABSL_GUARDED_BY(mu_) = 0;  // taken out of ready_ for that
+  ReadyQueue ready_ ABSL_GUARDED_BY(mu_);
   std::thread thread_;
 };
 

@@ -227,9 +227,11 @@ void Job::BeginPhaseResources() {
       .loras = setup_.loras,
       .patch_mode = setup_.patch_mode,
       .owner = setup_.owner,
+      .priority = setup_.priority,
       .stop = stop_.get_token(),
       .may_tile = can_tile && (tiling == v1::VAE_TILING_WHEN_NEEDED || tiling == v1::VAE_TILING_ALWAYS),
       .must_tile = can_tile && tiling == v1::VAE_TILING_ALWAYS,
+      .encodes_picture = phase.kind == Kind::kEncodeImage,
       .on_loading = [this, component = phase.component](
                         int64_t done, int64_t total) { SendLoading(component, done, total); },
       .on_adapted =
@@ -286,10 +288,15 @@ absl::Status Job::AcquirePhase() {
 
 bool Job::RunSlice() {
   absl::Status status = StopReason();
+  if (status.ok() && !resources_->ready()) {  // it gave way; now it is its turn again
+    next_ = &Job::AcquirePhase;
+    return false;
+  }
   bool phase_over = false;
   if (status.ok()) {
     std::optional<MemoryMeter> meter;
-    if (resources_->measures()) meter.emplace();
+    if (resources_->meters()) meter.emplace();
+    const MemoryAccount::Scope scope(resources_->account());
     Stopwatch watch([&](double ms) { slice_seconds_ += ms / 1000; });
     status = GuardTensorCode("slice", [&]() -> absl::Status {
       ASSIGN_OR_RETURN(phase_over, RunPhaseSlice());
@@ -366,6 +373,7 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
       const auto index = static_cast<int64_t>(pictures_.size());
       ASSIGN_OR_RETURN(at::Tensor picture, pipeline.Decode(resources_->view(), latents_.narrow(0, index, 1),
                                                            resources_->options()));
+      MemoryAccount::Exempt(picture.storage().data());  // promised as a picture
       pictures_.push_back(std::move(picture));
       return static_cast<int64_t>(pictures_.size()) == latents_.size(0);
     }
@@ -554,6 +562,7 @@ void Job::SampleMemory() {
 
 void Job::EndPhase() {
   v1::PhaseReport report = resources_->report();
+  peak_bytes_ = std::max(peak_bytes_, resources_->account()->peak_bytes());
   report.set_working_peak_bytes(peak_bytes_);
   phase_reports_.push_back(std::move(report));
   if (slices_ > 0) {

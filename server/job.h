@@ -81,6 +81,8 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   bool RunSlice() override;
   void Parked() override;
   int priority() const override { return setup_.priority; }
+  bool ShouldGiveWay() const override { return resources_->ShouldGiveWay(); }
+  void GiveWay() override { resources_->GiveWay(); }
 
  private:
   enum class Kind { kEncode, kEncodeImage, kDenoise, kDecode };
@@ -168,7 +170,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   std::unique_ptr<PhaseResources> resources_;
   Executor* phase_executor_ = nullptr;
   absl::Status (Job::*next_)() = nullptr;   // what a worker does next, set by the slice that ends a phase
-  int64_t net_bytes_ = 0, peak_bytes_ = 0;  // measured, where that is wanted
+  int64_t net_bytes_ = 0, peak_bytes_ = 0;  // by LibTorch's own count, where that is wanted
   double slice_seconds_ = 0;
   int64_t slices_ = 0;
   struct Measured {

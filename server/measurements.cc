@@ -12,11 +12,16 @@
 namespace latentd {
 namespace {
 
-constexpr int kVersion = 1;
-// Allocators round, heaps have gaps, and the next run is not the last one.
-constexpr double kMargin = 1.15;
-constexpr int64_t kSlackBytes = 1 << 20;
+constexpr int kVersion = 2;  // of what the keys are made of
+// Allocators round, and the next run is not the last one. What takes more is found out before it does, and
+// measured anew.
+constexpr double kMargin = 1.05;
+constexpr int64_t kSlackBytes = 256 << 10;
 constexpr double kNoise = 0.2;  // of times
+// How much more is tried than what did not do: a failure says where it came to, not how far it was to go.
+constexpr double kMoreThanFailed = 1.25;
+// Requests choose shapes: as many as are kept.
+constexpr size_t kMaxKeys = 4096;
 
 }  // namespace
 
@@ -43,11 +48,32 @@ Measurements::Measurements(std::string folder)
   }
 }
 
-int64_t Measurements::WorkingBytes(const std::string& key, int64_t estimate) const {
+WorkingPromise Measurements::Promise(const std::string& key, int64_t estimate) const {
   MutexLock lock(&mu_);
   auto it = values_.find(key);
-  if (it == values_.end() || it->second.working_bytes == 0) return estimate;
-  return static_cast<int64_t>(static_cast<double>(it->second.working_bytes) * kMargin) + kSlackBytes;
+  if (it == values_.end()) return {.bytes = estimate};
+  const PhaseMeasurement& m = it->second;
+  if (m.working_bytes > 0) {
+    const auto bytes = static_cast<int64_t>(static_cast<double>(m.working_bytes) * kMargin) + kSlackBytes;
+    return {.bytes = bytes, .measured = true};
+  }
+  const auto more = static_cast<int64_t>(static_cast<double>(m.at_least) * kMoreThanFailed);
+  return {.bytes = std::max(estimate, more), .measured = false, .at_least = m.at_least};
+}
+
+PhaseMeasurement& Measurements::At(const std::string& key) {
+  auto it = values_.find(key);
+  if (it != values_.end()) return it->second;
+  // Any: what is asked for again is measured again.
+  if (values_.size() >= kMaxKeys) values_.erase(values_.begin());
+  return values_[key];
+}
+
+void Measurements::RecordFailure(const std::string& key, int64_t at_least) {
+  MutexLock lock(&mu_);
+  PhaseMeasurement& m = At(key);
+  m.working_bytes = 0;
+  m.at_least = std::max(m.at_least, at_least);
 }
 
 std::optional<PhaseMeasurement> Measurements::Find(const std::string& key) const {
@@ -61,7 +87,7 @@ void Measurements::Record(const std::string& key, int64_t working_bytes, double 
   std::map<std::string, PhaseMeasurement> copy;
   {
     MutexLock lock(&mu_);
-    PhaseMeasurement& m = values_[key];
+    PhaseMeasurement& m = At(key);
     const bool moved = working_bytes > m.working_bytes ||
                        std::abs(seconds_per_slice - m.seconds_per_slice) > kNoise * m.seconds_per_slice;
     m.working_bytes = std::max(m.working_bytes, working_bytes);

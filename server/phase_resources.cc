@@ -5,30 +5,69 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "families/working_memory.h"
+#include "patcher/overlay.h"
 #include "server/server_core.h"
 #include "spdlog/spdlog.h"
 
 namespace latentd {
+namespace {
+
+// A budget said no, and which one; else memory itself was not there.
+bool IsRefusal(const absl::Status& status) { return GetErrorDetails(status).count("budget") != 0; }
+
+int64_t Number(const absl::Status& status, const char* name) {
+  const ErrorDetails details = GetErrorDetails(status);
+  const auto it = details.find(name);
+  int64_t value = 0;
+  return it != details.end() && absl::SimpleAtoi(it->second, &value) ? value : 0;
+}
+
+// A budget's refusal: another way may need less.
+bool IsShort(const absl::Status& status) { return IsOutOfMemory(status) && IsRefusal(status); }
+
+// Of what was asked for without patience. Somebody else may also be at work on what is wanted: no other way is needed
+// then, only time.
+bool WouldHaveToWait(const absl::Status& status) { return IsShort(status) || absl::IsDeadlineExceeded(status); }
+
+// Rows of it; 0 without any.
+int64_t WidestSidecar(const ComponentLayout& layout, const Overlay& overlay) {
+  int64_t widest = 0;
+  for (size_t i = 0; i < layout.tensors().size(); ++i) {
+    const Sidecar* sidecar = overlay.sidecar(Slot{static_cast<int32_t>(i)});
+    if (sidecar != nullptr) widest = std::max(widest, sidecar->down.size(0));
+  }
+  return widest;
+}
+
+}  // namespace
 
 bool IsOutOfMemory(const absl::Status& status) {
   const std::string reason = ErrorReason(status);
   return reason == "OUT_OF_MEMORY" || reason == "DEVICE_OUT_OF_MEMORY" || reason == "BUDGET_EXHAUSTED" ||
-         reason == "MODEL_EXCEEDS_BUDGET";
+         reason == "BUDGET_CYCLE" || reason == "MODEL_EXCEEDS_BUDGET" || IsPromiseExceeded(status);
 }
 
 std::string MeasurementKey(const OpenModel& model, const Component& component, const GenerateParams& params,
                            const PhaseOptions& options, const Device& device) {
-  // The estimate stands for the shapes: it is what the family makes of all that matters.
-  return absl::StrCat(std::string(model.pipeline->family()), "/", component.name, "/",
-                      component.layout->parameter_count(), "/",
-                      model.pipeline->WorkingBytes(component.name, params, options), "/", params.seeds.size(),
-                      "/", std::string(DeviceKindName(device.kind())));
+  const ComponentLayout& layout = *component.layout;
+  std::string key = absl::StrCat(std::string(model.pipeline->family()), "/", component.name, "/",
+                                 layout.parameter_count(), ":", layout.tensors().size(), "/",
+                                 StorageTypes(component), "/", model.pipeline->ShapeKey(component.name, params));
+  if (options.encodes_picture) key += "/encode";
+  if (options.tile != 0) absl::StrAppend(&key, "/tile", options.tile);
+  if (options.beside_rank != 0) absl::StrAppend(&key, "/rank", options.beside_rank);
+  return absl::StrCat(key, "/", std::string(DeviceKindName(device.kind())));
 }
 
 PhaseResources::PhaseResources(Setup setup)
     : setup_(std::move(setup)), component_(setup_.model->component(setup_.component)) {
-  if (setup_.must_tile) options_.tile = setup_.model->pipeline->SmallerTile(*setup_.params, 0);
+  if (setup_.must_tile) way_.tile = setup_.model->pipeline->SmallerTile(*setup_.params, 0);
+  had_ = way_;
+  options_.encodes_picture = setup_.encodes_picture;
 }
+
+// ---------------------------------------------------------------------------------------------------- measures
 
 void PhaseResources::Announce(v1::JobEvent::Adapted::Measure measure, const absl::Status& reason) {
   v1::JobEvent::Adapted adapted;
@@ -42,16 +81,49 @@ void PhaseResources::Announce(v1::JobEvent::Adapted::Measure measure, const absl
   setup_.on_adapted(std::move(adapted));
 }
 
+void PhaseResources::AnnounceWay(const Way& way, const absl::Status& reason) {
+  if (way.streams && !had_.streams) Announce(v1::JobEvent::Adapted::MEASURE_STREAMED, reason);
+  if (way.tile != had_.tile) Announce(v1::JobEvent::Adapted::MEASURE_TILED, reason);
+  had_ = way;
+}
+
+bool PhaseResources::Next(Way& way, const absl::Status& status) const {
+  const Device& device = *setup_.device;
+  const ErrorDetails details = GetErrorDetails(status);
+  const auto budget = details.find("budget");
+  const bool device_is_short = budget == details.end() || budget->second == device.budget().name();
+  if (!device_is_short) return false;
+  // What leaves no room for the least of weights is not helped by streaming them.
+  const bool beyond_the_cap = budget != details.end() &&
+                              Number(status, "needed_bytes") > Number(status, "cap_bytes") &&
+                              Number(status, "needed_bytes") == working_bytes_;
+  if (!way.streams && !beyond_the_cap && !device.uses_host_memory() &&
+      setup_.core->config.residency != "full") {
+    way.streams = true;
+    return true;
+  }
+  if (!setup_.may_tile) return false;
+  const int64_t smaller = setup_.model->pipeline->SmallerTile(*setup_.params, way.tile);
+  if (smaller == 0) return false;
+  way = {.streams = false, .tile = smaller};  // with less to compute on, the weights may fit again
+  return true;
+}
+
 absl::Status PhaseResources::Adapt(const absl::Status& status) {
   Release();
   Device& device = *setup_.device;
-  const ErrorDetails details = GetErrorDetails(status);
-  const auto budget = details.find("budget");
-  const bool promise_refused = budget != details.end();
+  Measurements& measurements = *setup_.core->measurements;
+  if (IsPromiseExceeded(status)) {
+    // Acquire finds more, or another way.
+    measurements.RecordFailure(measurement_key_, Number(status, "needed_bytes"));
+    spdlog::info("more memory than promised session={} component={} device={}: {}", setup_.owner,
+                 setup_.component, setup_.device->name(), status.message());
+    return absl::OkStatus();
+  }
+  if (IsRefusal(status)) return status;  // Acquire has tried all there is
   // What was promised was there and did not do: perhaps it was measured on a luckier run.
-  if (!promise_refused) setup_.core->measurements->Forget(measurement_key_);
-  // A budget has evicted all it could before it refused; memory itself may be missing all the same.
-  if (!evicted_ && !promise_refused) {
+  measurements.Forget(measurement_key_);
+  if (!evicted_) {
     evicted_ = true;
     const int64_t freed = device.uses_host_memory()
                               ? setup_.core->cache->Trim(MemoryBudget::kUnlimited)
@@ -61,42 +133,90 @@ absl::Status PhaseResources::Adapt(const absl::Status& status) {
       return absl::OkStatus();
     }
   }
-  const bool device_is_short = !promise_refused || budget->second == device.budget().name();
-  // What leaves no room for the least of weights is not helped by streaming them.
-  const auto number = [&](const char* name) {
-    const auto it = details.find(name);
-    int64_t value = 0;
-    return it != details.end() && absl::SimpleAtoi(it->second, &value) ? value : 0;
-  };
-  const bool beyond_the_cap = promise_refused && number("needed_bytes") > number("cap_bytes") &&
-                              number("needed_bytes") == working_bytes_;
-  if (!streams_ && !beyond_the_cap && !device.uses_host_memory() && device_is_short &&
-      setup_.core->config.residency != "full") {
-    streams_ = true;
-    Announce(v1::JobEvent::Adapted::MEASURE_STREAMED, status);
-    return absl::OkStatus();
-  }
-  if (setup_.may_tile && device_is_short) {
-    const int64_t smaller = setup_.model->pipeline->SmallerTile(*setup_.params, options_.tile);
-    if (smaller > 0) {
-      options_.tile = smaller;
-      streams_ = false;  // with less to compute on, the weights may fit again
-      Announce(v1::JobEvent::Adapted::MEASURE_TILED, status);
-      return absl::OkStatus();
-    }
-  }
-  return status;
+  if (!Next(way_, status)) return status;
+  AnnounceWay(way_, status);
+  return absl::OkStatus();
 }
 
 absl::Status PhaseResources::Acquire(std::vector<PatchReport>* reports) {
+  // What was given up for somebody's sake is waited for as long as it takes; the job's own time limit stands.
+  deadline_ = gave_way_ ? absl::InfiniteFuture() : absl::Now() + setup_.core->config.memory_wait_timeout;
   while (true) {
-    const absl::Status status = TryAcquire(reports);
+    const absl::Status status = AcquireOneWay(reports);
     if (status.ok() || !IsOutOfMemory(status)) return status;
     RETURN_IF_ERROR(Adapt(status));
   }
 }
 
-absl::StatusOr<std::vector<PatchSpec>> PhaseResources::Specs() {
+absl::Status PhaseResources::AcquireOneWay(std::vector<PatchReport>* reports) {
+  ServerCore& core = *setup_.core;
+  RETURN_IF_ERROR(LockComponent());
+  absl::Status status = Try(way_, Patience::kNone, reports);
+  if (!WouldHaveToWait(status)) return status;
+  const ErrorDetails details = GetErrorDetails(status);
+  const auto budget = details.find("budget");
+  const MemoryWants::Want want(&core.wants, budget == details.end() ? "" : budget->second, setup_.priority);
+  if (core.LetParkedGiveWay() > 0) {
+    status = Try(way_, Patience::kNone, reports);
+    if (!WouldHaveToWait(status)) return status;
+  }
+  Way next = way_;
+  if (IsShort(status) && Next(next, status)) {
+    const absl::Status other = TryFrom(next, Patience::kNone, reports, status);
+    if (!WouldHaveToWait(other)) return other;
+  }
+  return TryFrom(way_, Patience::kWaits, reports, status);
+}
+
+absl::Status PhaseResources::TryFrom(const Way& first, Patience patience, std::vector<PatchReport>* reports,
+                                     const absl::Status& reason) {
+  Way way = first;
+  while (true) {
+    const absl::Status status = Try(way, patience, reports);
+    if (status.ok()) {
+      way_ = way;
+      AnnounceWay(way, reason);
+      return status;
+    }
+    if (!IsShort(status) || !Next(way, status)) return status;
+  }
+}
+
+absl::Status PhaseResources::Try(const Way& way, Patience patience, std::vector<PatchReport>* reports) {
+  if (way.tile != options_.tile) account_->ForgetPeak();  // what is measured is another phase's
+  options_.tile = way.tile;
+  streams_ = way.streams;
+  const absl::Status status = TryAcquire(patience, reports);
+  if (!status.ok()) ReleaseDevice();
+  return status;
+}
+
+absl::Status PhaseResources::LockComponent() {
+  if (handle_) return absl::OkStatus();
+  ServerCore& core = *setup_.core;
+  const LockRequest request = setup_.model->ComponentRequest(component_.name);
+  auto lock = [&](Patience patience) {
+    return core.cache->Lock(request.key, request.loader,
+                            {.owner = setup_.owner,
+                             .deadline = Until(patience),
+                             .stop = setup_.stop,
+                             .progress = setup_.on_loading});
+  };
+  auto handle = lock(Patience::kNone);
+  if (WouldHaveToWait(handle.status()) && ErrorReason(handle.status()) != "MODEL_EXCEEDS_BUDGET") {
+    const bool short_of_memory = IsOutOfMemory(handle.status());
+    const MemoryWants::Want want(&core.wants, short_of_memory ? core.ram->name() : "", setup_.priority);
+    core.LetParkedGiveWay();
+    handle = lock(Patience::kWaits);
+  }
+  RETURN_IF_ERROR(handle.status());
+  handle_ = std::move(*handle);
+  return absl::OkStatus();
+}
+
+// ------------------------------------------------------------------------------------------------- one attempt
+
+absl::StatusOr<std::vector<PatchSpec>> PhaseResources::Specs(Patience patience) {
   std::vector<PatchSpec> specs;
   if (!component_.patch_target) return specs;
   for (const HeldLora& lora : *setup_.loras) {
@@ -112,7 +232,10 @@ absl::StatusOr<std::vector<PatchSpec>> PhaseResources::Specs() {
     if (beside && !setup_.device->uses_host_memory()) {
       ASSIGN_OR_RETURN(spec.residency,
                        setup_.core->cache->LockOnDevice(spec.handle, *setup_.device,
-                                                        {.owner = setup_.owner, .stop = setup_.stop}));
+                                                        {.owner = setup_.owner,
+                                                         .deadline = deadline_,
+                                                         .stop = setup_.stop,
+                                                         .may_wait = patience == Patience::kWaits}));
       spec.patch = std::static_pointer_cast<const ModelPatch>(spec.residency.resource());
     }
     specs.push_back(std::move(spec));
@@ -120,24 +243,84 @@ absl::StatusOr<std::vector<PatchSpec>> PhaseResources::Specs() {
   return specs;
 }
 
-absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
-  ServerCore& core = *setup_.core;
-  const Pipeline& pipeline = *setup_.model->pipeline;
-  const absl::Time deadline = absl::Now() + core.config.memory_wait_timeout;
-  const int64_t estimate = pipeline.WorkingBytes(component_.name, *setup_.params, options_);
-  measurement_key_ = MeasurementKey(*setup_.model, component_, *setup_.params, options_, *setup_.device);
-  const auto measured = core.measurements->Find(measurement_key_);
-  measures_ = !measured || measured->working_bytes == 0;
+int64_t PhaseResources::KeptBytes() const {
+  int64_t bytes = 0;
+  for (const Reservation& kept : kept_) bytes += kept.bytes();
+  return bytes;
+}
 
-  const LockRequest request = setup_.model->ComponentRequest(component_.name);
-  ASSIGN_OR_RETURN(
-      handle_,
-      core.cache->Lock(
-          request.key, request.loader,
-          {.owner = setup_.owner, .deadline = deadline, .stop = setup_.stop, .progress = setup_.on_loading}));
+absl::StatusOr<DeviceLock> PhaseResources::LockWith(int64_t working_bytes, Patience patience) {
+  const Config& config = setup_.core->config;
+  return setup_.core->cache->LockOnDevice(
+      handle_, *setup_.device,
+      {.owner = setup_.owner,
+       .working_bytes = std::max<int64_t>(0, working_bytes - KeptBytes()),
+       .mode = config.residency == "stream" || streams_ ? ResidencyMode::kStream
+               : config.residency == "full"             ? ResidencyMode::kFull
+                                                        : ResidencyMode::kAuto,
+       .ring_slots = static_cast<int32_t>(config.ring_blocks),
+       .deadline = deadline_,
+       .stop = setup_.stop,
+       .may_wait = patience == Patience::kWaits});
+}
+
+int64_t PhaseResources::LeastOfWeights() const {
+  if (setup_.device->uses_host_memory()) return 0;  // locked already
+  const auto slots = static_cast<int32_t>(setup_.core->config.ring_blocks);
+  const std::vector<ResourceBlock> blocks = handle_.resource()->device_blocks();
+  const bool whole = setup_.core->config.residency == "full";
+  return PlanResidency(blocks, whole ? MemoryBudget::kUnlimited : 0, slots).bytes();
+}
+
+absl::Status PhaseResources::TooLittleRoom(const WorkingPromise& promise, int64_t room) const {
+  const MemoryBudget& budget = setup_.device->budget();
+  const int64_t cap = budget.stats().cap_bytes, needed = promise.at_least;
+  const bool never = needed > cap;
+  return MakeError(
+      never ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kResourceExhausted,
+      never ? "MODEL_EXCEEDS_BUDGET" : "BUDGET_EXHAUSTED",
+      absl::StrCat("working memory of ", component_.name, " takes more than ", needed, " bytes of ", budget.name(),
+                   ", as was measured; ", std::max<int64_t>(0, room), " of ", cap,
+                   " bytes can be had for it: ask for less, or raise the cap"),
+      {{"budget", budget.name()},
+       {"what", absl::StrCat("working memory of ", component_.name)},
+       {"needed_bytes", absl::StrCat(needed)},
+       {"held_bytes", absl::StrCat(cap - std::max<int64_t>(0, room))},
+       {"cap_bytes", absl::StrCat(cap)}});
+}
+
+absl::StatusOr<DeviceLock> PhaseResources::LockWorking(Patience patience) {
+  MemoryBudget& budget = setup_.device->budget();
+  const int64_t estimate =
+      setup_.model->pipeline->WorkingBytes(component_.name, *setup_.params, options_);
+  const WorkingPromise promise = setup_.core->measurements->Promise(measurement_key_, estimate);
+  working_bytes_ = promise.bytes;
+  auto lock = LockWith(promise.bytes, promise.measured ? patience : Patience::kNone);
+  if (promise.measured || !WouldHaveToWait(lock.status())) return lock;
+  // A guess is no limit.
+  if (patience == Patience::kNone) {
+    const int64_t room = budget.ObtainableBytes() + KeptBytes() - LeastOfWeights();
+    if (room >= promise.bytes || !promise.IsWorthATry(room, WorkingPromise::kHalf)) return lock;
+    return LockWith(room, Patience::kNone);
+  }
+  // Ever less is waited for, as long as it is refused before its time: then no wait could end well.
+  constexpr int64_t kSteps = 32;
+  const absl::Status refusal = lock.status();
+  int64_t bytes = promise.bytes;
+  for (; promise.IsWorthATry(bytes, WorkingPromise::kLeastShare);
+       bytes -= std::max<int64_t>(1, promise.bytes / kSteps)) {
+    lock = LockWith(bytes, Patience::kWaits);
+    if (!IsShort(lock.status()) || absl::Now() >= deadline_) return lock;
+  }
+  return promise.at_least > 0 ? TooLittleRoom(promise, bytes) : refusal;
+}
+
+absl::Status PhaseResources::TryAcquire(Patience patience, std::vector<PatchReport>* reports) {
+  ServerCore& core = *setup_.core;
+  const ModelKey key = setup_.model->ComponentRequest(component_.name).key;
   // What goes beside the weights first: weights take the room that is left, and can be streamed.
   std::vector<PatchReport> counted = *reports;  // an attempt that fails counts nothing, a repeated one once
-  ASSIGN_OR_RETURN(std::vector<PatchSpec> specs, Specs());
+  ASSIGN_OR_RETURN(std::vector<PatchSpec> specs, Specs(patience));
   const auto& host = handle_.As<WeightSet>();
   // Merged weights may be larger than those they stand for where these are not plain: no room in a ring.
   const bool beside = setup_.patch_mode != PatchMode::kDirect || !host.is_plain();
@@ -148,27 +331,18 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
                                                     .device = setup_.device,
                                                     .resident = std::move(resident),
                                                     .cache = core.cache.get(),
-                                                    .component = request.key,
+                                                    .component = key,
                                                     .model = setup_.model->id,
                                                     .owner = setup_.owner,
-                                                    .deadline = deadline,
+                                                    .deadline = Until(patience),
                                                     .stop = setup_.stop},
                                                    &counted));
     return absl::OkStatus();
   };
   if (beside) RETURN_IF_ERROR(apply({}));
-  working_bytes_ = core.measurements->WorkingBytes(measurement_key_, estimate);
-  const bool forced = core.config.residency == "stream" || streams_;
-  ASSIGN_OR_RETURN(residency_,
-                   core.cache->LockOnDevice(handle_, *setup_.device,
-                                            {.owner = setup_.owner,
-                                             .working_bytes = working_bytes_,
-                                             .mode = forced ? ResidencyMode::kStream
-                                                     : core.config.residency == "full" ? ResidencyMode::kFull
-                                                                                       : ResidencyMode::kAuto,
-                                             .ring_slots = static_cast<int32_t>(core.config.ring_blocks),
-                                             .deadline = deadline,
-                                             .stop = setup_.stop}));
+  options_.beside_rank = overlay_ == nullptr ? 0 : WidestSidecar(*component_.layout, *overlay_);
+  measurement_key_ = MeasurementKey(*setup_.model, component_, *setup_.params, options_, *setup_.device);
+  ASSIGN_OR_RETURN(residency_, LockWorking(patience));
   const auto& weights = residency_.As<WeightSet>();
   const ResidencyPlan& plan = residency_.plan();
   if (!beside) RETURN_IF_ERROR(apply(plan.resident));
@@ -187,9 +361,15 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
   view_ = std::make_unique<WeightView>(weights, overlay_.get(), at::kFloat, stream_.get());
   view_->StopWith(setup_.stop);
 
+  const int64_t promised = residency_.working_bytes() + KeptBytes();
+  const bool seen = setup_.device->kind() != DeviceKind::kCuda;
+  account_->set_limit(seen && promised > 0 ? promised : MemoryAccount::kNoLimit);
+  const auto measured = core.measurements->Find(measurement_key_);
+  meters_ = !seen && (!measured || measured->working_bytes == 0);
+
   report_.set_component(component_.name);
   report_.set_device(setup_.device->name());
-  report_.set_working_bytes(residency_.working_bytes());
+  report_.set_working_bytes(promised);
   report_.set_tiled(options_.tile != 0);
   if (!setup_.device->uses_host_memory()) {
     int64_t full = 0;
@@ -200,21 +380,51 @@ absl::Status PhaseResources::TryAcquire(std::vector<PatchReport>* reports) {
   return absl::OkStatus();
 }
 
+// ------------------------------------------------------------------------------------------------- letting go
+
 bool PhaseResources::SetProgress(double progress) {
   const double before = std::exchange(progress_, progress);
   const bool changes = std::any_of(setup_.loras->begin(), setup_.loras->end(), [&](const HeldLora& lora) {
     return lora.report.matched.count(component_.name) != 0 &&
            lora.ActiveAt(before) != lora.ActiveAt(progress);
   });
-  if (changes) ReleaseDevice();
+  if (changes) {
+    ReleaseDevice();
+    account_->ForgetPeak();  // with other patches it is another phase's
+  }
   return changes;
+}
+
+bool PhaseResources::ShouldGiveWay() const {
+  const MemoryWants& wants = setup_.core->wants;
+  return (residency_ && wants.Above(setup_.priority, setup_.device->budget().name())) ||
+         (handle_ && wants.Above(setup_.priority, setup_.core->ram->name()));
+}
+
+void PhaseResources::GiveWay() {
+  gave_way_ = true;
+  spdlog::debug("gives way session={} component={}", setup_.owner, setup_.component);
+  if (setup_.core->wants.Above(setup_.priority, setup_.core->ram->name())) {
+    Release();
+  } else {
+    ReleaseDevice();
+  }
 }
 
 void PhaseResources::ReleaseDevice() {
   view_ = nullptr;
   stream_ = nullptr;
   overlay_ = nullptr;
+  if (!residency_) return;
   residency_.Release();
+  // What slices have computed so far stays, and so does its promise, where nobody was faster.
+  const int64_t more = account_->bytes() - KeptBytes();
+  if (more <= 0) return;
+  auto kept = setup_.device->budget().TryReserve({.bytes = more,
+                                                  .use = MemoryUse::kWorking,
+                                                  .owner = setup_.owner,
+                                                  .what = absl::StrCat("results of ", component_.name)});
+  if (kept.ok()) kept_.push_back(std::move(*kept));
 }
 
 void PhaseResources::Release() {

@@ -80,7 +80,7 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
   for (const RecordStats& record : core_->cache->Stats().records) {
     if (!record.stale) there.insert(record.key);
   }
-  auto locked = Lock(requests, copies ? device : nullptr);
+  auto locked = Lock(requests, copies ? device : nullptr, pin);
   if (stop_.stop_requested()) return core_->CheckAccepting();
   RETURN_IF_ERROR(locked.status());
   std::vector<Pin> pins = *std::move(locked);
@@ -106,11 +106,12 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
 }
 
 absl::StatusOr<std::vector<PinBoard::Pin>> PinBoard::Lock(const std::vector<LockRequest>& requests,
-                                                          Device* copy_to) {
+                                                          Device* copy_to, bool lasting) {
   const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
   ASSIGN_OR_RETURN(
       std::vector<LockHandle> handles,
-      core_->cache->LockAll(requests, {.owner = kOwner, .deadline = deadline, .stop = stop_.get_token()}));
+      core_->cache->LockAll(
+          requests, {.owner = kOwner, .deadline = deadline, .stop = stop_.get_token(), .lasting = lasting}));
   std::vector<Pin> pins;
   for (LockHandle& handle : handles) {
     Pin fresh;
@@ -119,7 +120,8 @@ absl::StatusOr<std::vector<PinBoard::Pin>> PinBoard::Lock(const std::vector<Lock
                                                                    {.owner = kOwner,
                                                                     .mode = ResidencyMode::kFull,
                                                                     .deadline = deadline,
-                                                                    .stop = stop_.get_token()}));
+                                                                    .stop = stop_.get_token(),
+                                                                    .lasting = lasting}));
     }
     fresh.handle = std::move(handle);
     pins.push_back(std::move(fresh));

@@ -54,7 +54,8 @@ class PinBoard {
     std::shared_ptr<const OpenModel> model;  // whose component it is; null: none's
   };
 
-  absl::StatusOr<std::vector<Pin>> Lock(const std::vector<LockRequest>& requests, Device* copy_to);
+  absl::StatusOr<std::vector<Pin>> Lock(const std::vector<LockRequest>& requests, Device* copy_to,
+                                       bool lasting);
 
   ServerCore* const core_;
   Mutex mu_;

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "patcher/layer_resolver.h"
 #include "patcher/model_patch.h"
 #include "server/conditioning_key.h"
 #include "server/embedding_set.h"
@@ -258,6 +259,21 @@ bool StoredAsFloat8(const OpenModel& model, const Component& component) {
   return BytesPerNumber(model, component) < 1.5;
 }
 
+// Of the widest low-rank layer that a LoRA's file has for a component, by its header.
+int64_t RankInFile(const std::string& path, const PatchTarget& target) {
+  const auto files = WeightFiles::Open(path);
+  if (!files.ok()) return 0;
+  int64_t widest = 0;
+  for (const auto& [name, entry] : (*files)->tensors()) {
+    for (const char* down : {".lora_A.", ".lora_down.", ".lora.down."}) {
+      const size_t end = name.find(down);
+      if (end == std::string::npos || entry.info->shape.empty()) continue;
+      if (!target.resolver().Resolve(name.substr(0, end)).empty()) widest = std::max(widest, entry.info->shape[0]);
+    }
+  }
+  return widest;
+}
+
 // What a component's weights will be on a device, from its description: shapes, and its bytes per number.
 std::vector<ResourceBlock> DescribeBlocks(const OpenModel& model, const Component& component) {
   const ComponentLayout& layout = *component.layout;
@@ -315,14 +331,14 @@ class Planner {
       if (!EncodeText(component, core_.PlaceEncoder(model_, component, home))) return false;
     }
     for (const LockRequest& embedding : embeddings_) ram_.Unlock(embedding.key.ToString());
-    if (params_.has_pictures() && !RunPhase(pipeline.image_encoder_component(), home, 1, /*can_tile=*/true)) {
+    if (params_.has_pictures() && !RunPhase(pipeline.image_encoder_component(), home, 1, Work::kEncodesPicture)) {
       return false;
     }
     const auto pictures = static_cast<int64_t>(params_.seeds.size());
-    if (!RunPhase(pipeline.denoiser_component(), home, Steps() * pictures, /*can_tile=*/false)) return false;
+    if (!RunPhase(pipeline.denoiser_component(), home, Steps() * pictures, Work::kOther)) return false;
     if (!decodes_) return true;
     return ram_.Promise(PicturesBytes(MaxFileBytes(*params_.width, *params_.height), params_), "pictures") &&
-           RunPhase(pipeline.decoder_component(), home, pictures, /*can_tile=*/true);
+           RunPhase(pipeline.decoder_component(), home, pictures, Work::kDecodesPicture);
   }
 
   // As ModelCache::LockAll does it: what is not there is promised together.
@@ -366,7 +382,7 @@ class Planner {
     }
     const int64_t bytes = model_.pipeline->ConditioningBytes(component, params_);
     if (!ram_.Promise(bytes, "conditioning")) return false;
-    if (!RunPhase(component, executor, 1, /*can_tile=*/false)) return false;
+    if (!RunPhase(component, executor, 1, Work::kOther)) return false;
     ram_.Keep(absl::StrCat("conditioning of ", component), "conditioning", bytes);
     return true;
   }
@@ -388,47 +404,54 @@ class Planner {
     int64_t merging_bytes = 0;  // while the record is made
     bool record_first = false;  // applied before it is known which blocks are resident: copied in full
     int64_t beside_bytes = 0;
+    int64_t rank = 0;  // of the widest patch beside a weight
   };
 
-  bool RunPhase(const std::string& name, Executor& executor, int64_t slices, bool can_tile) {
+  enum class Work { kEncodesPicture, kDecodesPicture, kOther };
+  bool RunPhase(const std::string& name, Executor& executor, int64_t slices, Work work) {
     const Component& component = model_.component(name);
     const LockRequest request = model_.ComponentRequest(name);
     const std::string key = request.key.ToString();
     Device& device = executor.device();
     const auto it = devices_.find(&device);
+    const Overlay overlay = OverlayOf(component, request.key);
     PhaseOptions options;
+    options.encodes_picture = work == Work::kEncodesPicture;
+    options.beside_rank = overlay.rank;
+    const bool can_tile = work != Work::kOther;
     if (can_tile && tiling_ == v1::VAE_TILING_ALWAYS) options.tile = model_.pipeline->SmallerTile(params_, 0);
     if (!ram_.Lock(key, component.name, request.loader.estimated_bytes, {model_.id})) return false;
-    if (can_tile && (tiling_ == v1::VAE_TILING_ALWAYS || tiling_ == v1::VAE_TILING_WHEN_NEEDED)) {
-      const auto slots = static_cast<int32_t>(core_.config.ring_blocks);
-      const int64_t room =
-          it == devices_.end()
-              ? ram_.Obtainable()
-              : it->second.Obtainable() - PlanResidency(DescribeBlocks(model_, component), 0, slots).bytes();
-      while (WorkingBytes(component, options, device) > room) {
-        const int64_t smaller = model_.pipeline->SmallerTile(params_, options.tile);
-        if (smaller == 0) break;
-        options.tile = smaller;
-      }
-    }
+    const auto slots = static_cast<int32_t>(core_.config.ring_blocks);
+    const int64_t room =
+        (it == devices_.end()
+             ? ram_.Obtainable()
+             : it->second.Obtainable() - PlanResidency(DescribeBlocks(model_, component), 0, slots).bytes()) -
+        overlay.beside_bytes - (ram_.Has(overlay.record) ? 0 : overlay.record_bytes);
+    const bool may_tile =
+        can_tile && (tiling_ == v1::VAE_TILING_ALWAYS || tiling_ == v1::VAE_TILING_WHEN_NEEDED);
+    ChooseTile(component, device, room, may_tile, options);
 
     v1::PlanResponse::Phase phase;
     phase.set_component(name);
     phase.set_device(device.name());
-    const std::string measurement = MeasurementKey(model_, component, params_, options, device);
-    const auto measured = core_.measurements->Find(measurement);
-    const int64_t working = WorkingBytes(component, options, device);
+    const auto measured = core_.measurements->Find(MeasurementKey(model_, component, params_, options, device));
+    const WorkingPromise promise = PromiseFor(component, options, device);
+    int64_t working = promise.bytes;
     phase.set_tiled(options.tile != 0);
     phase.set_working_bytes(working);
-    phase.set_working_measured(measured && measured->working_bytes > 0);
-    if (measured) {
+    phase.set_working_measured(promise.measured);
+    if (working > room && promise.IsWorthATry(room, WorkingPromise::kLeastShare)) {
+      working = room;
+      phase.set_tried_bytes(room);
+      plan_.set_uncertain(true);
+    }
+    if (measured && measured->seconds_per_slice > 0) {
       phase.set_seconds(measured->seconds_per_slice * static_cast<double>(slices));
       seconds_ += phase.seconds();
     } else {
       timed_ = false;
     }
     const std::string what = absl::StrCat("working memory of ", name);
-    const Overlay overlay = OverlayOf(component, request.key);
     if (!overlay.record.empty()) {
       const int64_t merging = ram_.Has(overlay.record) ? 0 : overlay.merging_bytes;
       if (!ram_.Promise(merging, "merging of patches") ||
@@ -449,9 +472,25 @@ class Planner {
     return true;
   }
 
-  int64_t WorkingBytes(const Component& component, const PhaseOptions& options, const Device& device) const {
-    return core_.measurements->WorkingBytes(MeasurementKey(model_, component, params_, options, device),
-                                            model_.pipeline->WorkingBytes(component.name, params_, options));
+  // As PhaseResources does it where nobody else is in the way: the largest tile for which half of what is guessed can be
+  // had, else the largest that is worth a try at all.
+  void ChooseTile(const Component& component, const Device& device, int64_t room, bool may_tile,
+                  PhaseOptions& options) const {
+    const int64_t first = options.tile;
+    for (const int64_t share : {WorkingPromise::kHalf, WorkingPromise::kLeastShare}) {
+      options.tile = first;
+      while (!PromiseFor(component, options, device).IsWorthATry(room, share)) {
+        const int64_t smaller = may_tile ? model_.pipeline->SmallerTile(params_, options.tile) : 0;
+        if (smaller == 0) break;
+        options.tile = smaller;
+      }
+      if (PromiseFor(component, options, device).IsWorthATry(room, share)) return;
+    }
+  }
+
+  WorkingPromise PromiseFor(const Component& component, const PhaseOptions& options, const Device& device) const {
+    return core_.measurements->Promise(MeasurementKey(model_, component, params_, options, device),
+                                       model_.pipeline->WorkingBytes(component.name, params_, options));
   }
 
   // As PhaseResources does it on a device with memory of its own: patches, working memory, weights.
@@ -504,7 +543,7 @@ class Planner {
     Overlay overlay;
     if (!component.patch_target) return overlay;
     std::vector<PatchSpec> specs;
-    int64_t unread_bytes = 0;
+    int64_t unread_bytes = 0, unread_rank = 0;
     for (const LoraChoice& lora : loras_) {
       if (!Reaches(lora, component.name)) continue;
       PatchSpec spec;
@@ -516,6 +555,7 @@ class Planner {
       spec.handle = core_.cache->Peek(lora.request.key, "plan");
       if (!spec.handle) {
         unread_bytes += lora.request.loader.estimated_bytes;
+        if (applies) unread_rank += RankInFile(lora.file.path, *component.patch_target);
         continue;
       }
       spec.patch = std::static_pointer_cast<const ModelPatch>(spec.handle.resource());
@@ -538,9 +578,13 @@ class Planner {
     overlay.record_bytes = size.merged;
     overlay.merging_bytes = size.merging;
     overlay.beside_bytes = size.beside;
+    overlay.rank = size.rank;
     // A file holds its matrices in half the type's width, as a rule; merged, they touch the whole component.
     if (!all_read && direct) overlay.record_bytes = model_.part(component.name).bytes;
-    if (!all_read && !direct) overlay.beside_bytes += 2 * unread_bytes;
+    if (!all_read && !direct) {
+      overlay.beside_bytes += 2 * unread_bytes;
+      overlay.rank += unread_rank;
+    }
     if (overlay.record_bytes > 0) {
       overlay.record = all_read ? size.record.ToString() : absl::StrCat(key.ToString(), " with patches");
       overlay.record_first = !direct;

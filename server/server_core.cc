@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "cache/memory_account.h"
 #include "cache/start_thread.h"
 #include "patcher/model_patch.h"
 #include "server/machine_memory.h"
@@ -78,6 +79,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const Config& con
 }
 
 absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& config) {
+  MemoryAccount::Install();
   auto core = std::make_unique<ServerCore>();
   core->config = config;
   core->instance = RandomId();
@@ -120,7 +122,10 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& confi
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   const int threads = config.threads_per_device > 0 ? static_cast<int>(config.threads_per_device)
                                                     : std::max(1, cores / static_cast<int>(devices.size()));
-  for (Device* device : devices) core->executors.push_back(std::make_unique<Executor>(device, threads));
+  const AgeingPolicy ageing{.level = config.priority_ageing, .max_priority = static_cast<int>(config.max_priority)};
+  for (Device* device : devices) {
+    core->executors.push_back(std::make_unique<Executor>(device, threads, ageing));
+  }
   const auto loaders = static_cast<int>(config.loader_threads);
   // A session waits for memory in at most one place, so this many can never all be stuck.
   ASSIGN_OR_RETURN(core->workers,
@@ -224,6 +229,12 @@ void ServerCore::LookAtFilesOnWorker() {
     LookAtFiles();
     looking_at_files = false;
   });
+}
+
+int ServerCore::LetParkedGiveWay() {
+  int count = 0;
+  for (const auto& executor : executors) count += executor->LetGiveWay();
+  return count;
 }
 
 absl::Status ServerCore::CheckAccepting() const {

@@ -18,6 +18,7 @@
 #include "server/config.h"
 #include "server/executor.h"
 #include "server/measurements.h"
+#include "server/memory_wants.h"
 #include "server/pin_board.h"
 #include "server/upload_store.h"
 #include "server/upload_watch.h"
@@ -51,6 +52,8 @@ struct ServerCore {
   // that were replaced and that no session has. Looks at the files of everything in memory.
   void LookAtFiles();
   void LookAtFilesOnWorker();  // the disk may be slow; does nothing while one looks
+  // Lets parked jobs of lower priority than some want's let go of what they hold (MemoryWants). How many did.
+  int LetParkedGiveWay();
 
   // UNAVAILABLE SERVER_DRAINING while going down.
   absl::Status CheckAccepting() const;
@@ -69,6 +72,7 @@ struct ServerCore {
   std::unique_ptr<UploadStore> uploads;  // null: uploads are off
   std::unique_ptr<Catalog> catalog;
   std::unique_ptr<Measurements> measurements;
+  MemoryWants wants;
   std::unique_ptr<PinBoard> pins;
   std::vector<std::unique_ptr<Executor>> executors;  // one per device, same order
   std::unique_ptr<WorkerPool> workers;

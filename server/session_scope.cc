@@ -124,6 +124,7 @@ void SessionScope::Denoise(std::string request_id, std::string job_id, v1::Gener
   }
   v1::JobEvent event;
   event.mutable_queued()->set_position(position);
+  event.mutable_queued()->set_priority(open_.priority);
   client_->OnJobEvent(request_id, job_id, std::move(event), {});
   {
     MutexLock lock(&mu_);
@@ -209,6 +210,7 @@ void SessionScope::EndWhenDone() {
     MutexLock lock(&mu_);
     end_when_done_ = true;
   }
+  core_->cache->WillEnd(id_);
   Pump();
 }
 
@@ -264,7 +266,9 @@ absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<
       std::vector<LockHandle> handles,
       core_->cache->LockAll(requests, {.owner = id_,
                                        .deadline = absl::Now() + core_->config.memory_wait_timeout,
-                                       .stop = stop_.get_token()}));
+                                       .stop = stop_.get_token(),
+                                       .lasting = !EndsByItself()}));
+  if (EndsByItself()) core_->cache->WillEnd(id_);  // since just now, perhaps
   for (size_t i = 0; i < held.size(); ++i) {
     held[i].handle = std::move(handles[i]);
     ASSIGN_OR_RETURN(held[i].report,
@@ -420,6 +424,11 @@ void SessionScope::Tick(absl::Time now) {
   if (!end.ok()) RequestEnd(reason, end);
 }
 
+bool SessionScope::EndsByItself() const {
+  MutexLock lock(&mu_);
+  return ending_ || end_when_done_;
+}
+
 bool SessionScope::idle() const {
   MutexLock lock(&mu_);
   return !busy_ && queue_.empty();
@@ -476,6 +485,8 @@ absl::StatusOr<std::shared_ptr<SessionScope>> SessionRegistry::Open(std::shared_
   const absl::Duration limit = core_->config.session_idle_timeout;
   if (request.idle_timeout <= absl::ZeroDuration() || request.idle_timeout > limit)
     request.idle_timeout = limit;
+  const auto highest = static_cast<int>(core_->config.max_priority);
+  request.priority = std::clamp(request.priority, -highest, highest);
   auto scope = std::make_shared<SessionScope>(core_, std::move(client), std::move(peer), std::move(request));
   {
     MutexLock lock(&mu_);

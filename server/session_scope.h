@@ -97,6 +97,7 @@ class SessionScope : public std::enable_shared_from_this<SessionScope> {
 
   const std::string& id() const { return id_; }
   absl::Duration idle_timeout() const { return open_.idle_timeout; }
+  int priority() const { return open_.priority; }
 
   void Denoise(std::string request_id, std::string job_id, v1::GenerateParams params);
   void SetLoras(std::string request_id, std::vector<v1::LoraRef> loras, v1::PatchMode mode);
@@ -138,6 +139,8 @@ class SessionScope : public std::enable_shared_from_this<SessionScope> {
   absl::Status Admit(const std::string& job_id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void RequestDone();
   void End();
+  // Whether the session ends without another word of its client: then what it holds is let go of.
+  bool EndsByItself() const;
 
   absl::StatusOr<std::vector<HeldLora>> LockLoras(const std::vector<v1::LoraRef>& refs,
                                                   const OpenModel& model);

@@ -10,6 +10,7 @@
 #include "families/request_checks.h"
 #include "families/sampling/noise.h"
 #include "families/vae/picture_codec.h"
+#include "families/working_memory.h"
 
 namespace latentd {
 namespace {
@@ -359,25 +360,36 @@ at::Tensor FluxPipeline::Preview(const at::Tensor& latents) const {
 
 int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateParams& params,
                                    const PhaseOptions& options) const {
-  constexpr int64_t kSlackBytes = 8 << 20;
   const std::vector<int64_t> shape = LatentShape(params);
   const auto pictures = static_cast<int64_t>(params.seeds.size());
   const int64_t latent_bytes = shape[1] * shape[2] * shape[3] * pictures * int64_t{sizeof(float)};
+  const WeightUse use = UseOf(*this, component, options);
+  const int64_t prompts = UsesNegative(params) ? 2 : 1;
   if (component == "vae") {
-    return latent_bytes + std::max(parts_.vae->EncodeBytes(*params.width, *params.height, options.tile),
-                                   parts_.vae->DecodeBytes(*params.width, *params.height, options.tile));
+    return options.encodes_picture
+               ? 3 * latent_bytes + parts_.vae->EncodeBytes(*params.width, *params.height, options.tile, use)
+               : parts_.vae->DecodeBytes(*params.width, *params.height, options.tile, use);
   }
   if (component == "transformer") {
-    // Two of the latents of all pictures while a step is made, twice the prompt with a negative one.
-    const int64_t text = *params.max_sequence_length * (UsesNegative(params) ? 2 : 1);
-    return 3 * latent_bytes + parts_.transformer->WorkingBytes(text, shape[2] / 2 * (shape[3] / 2));
+    // Of all pictures: latents before and after a step and the step before, a control image's, and a preview's way.
+    const int64_t kept = (params.control_image.defined() ? 7 : 6) * latent_bytes;
+    return kept + parts_.transformer->WorkingBytes(*params.max_sequence_length, shape[2] / 2 * (shape[3] / 2),
+                                                   prompts, use);
   }
-  if (component == "text_encoder") return parts_.clip->WorkingBytes();
-  const T5Config& t = parts_.t5->config();
-  const int64_t length = *params.max_sequence_length, inner = t.heads * t.head_dim;
-  return kSlackBytes + (length * (4 * t.dim + 4 * inner + 3 * t.hidden) + 2 * t.heads * length * length +
-                        t.dim * std::max(t.hidden, inner)) *
-                           int64_t{sizeof(float)};
+  if (component == "text_encoder") return parts_.clip->WorkingBytes(use);
+  const int64_t length = *params.max_sequence_length;
+  return prompts * length * parts_.t5->config().dim * int64_t{sizeof(float)} + parts_.t5->WorkingBytes(length, use);
+}
+
+std::string FluxPipeline::ShapeKey(const std::string& component, const GenerateParams& params) const {
+  const int prompts = UsesNegative(params) ? 2 : 1;
+  if (component == "text_encoder") return absl::StrCat("p", prompts);
+  if (component == "text_encoder_2") return absl::StrCat("t", *params.max_sequence_length, "p", prompts);
+  std::string key = absl::StrCat(*params.width, "x", *params.height, "n", params.seeds.size());
+  if (params.init_image.defined()) key += "i";
+  if (params.control_image.defined()) key += "c";
+  if (component == "transformer") absl::StrAppend(&key, "t", *params.max_sequence_length, "p", prompts);
+  return key;
 }
 
 }  // namespace latentd

@@ -71,6 +71,7 @@ class FluxPipeline : public Pipeline {
   at::Tensor Preview(const at::Tensor& latents) const override;
   int64_t WorkingBytes(const std::string& component, const GenerateParams& params,
                        const PhaseOptions& options) const override;
+  std::string ShapeKey(const std::string& component, const GenerateParams& params) const override;
 
   const FluxParts& parts() const { return parts_; }
 

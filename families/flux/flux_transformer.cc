@@ -225,26 +225,35 @@ at::Tensor FluxTransformer::operator()(const WeightView& w, const at::Tensor& x,
   return proj_out_(w, ModulatedNorm(tokens.image, mod[kScale], mod[kShift]));
 }
 
-int64_t FluxTransformer::WorkingBytes(int64_t text_tokens, int64_t image_tokens) const {
-  // At its widest, a single block holds per token: x, its norm and [attention | activation] (3·dim + mlp),
-  // and beside that either the MLP's hidden layer, or queries, keys, values, a projection and the attended
-  // values (5·dim). Beside that, the largest weight in fp32 where it is stored in another type. A heap has
-  // gaps.
-  constexpr double kHeapGaps = 1.3;
-  const int64_t dim = config_.dim();
-  const int64_t per_token = 4 * dim + config_.mlp_dim() + std::max(config_.mlp_dim(), 5 * dim) +
-                            config_.head_dim + 4 * config_.in_channels;
-  int64_t largest_weight = 0;
-  for (const TensorDecl& tensor : layout_->tensors()) {
-    int64_t n = 1;
-    for (int64_t extent : tensor.shape) n *= extent;
-    largest_weight = std::max(largest_weight, n);
+int64_t FluxTransformer::WorkingBytes(int64_t text_tokens, int64_t image_tokens, int64_t prompts,
+                                      const WeightUse& use) const {
+  constexpr int64_t kSlackBytes = 1 << 20;  // modulations, and what is of a prompt's or a picture's first step
+  const int64_t dim = config_.dim(), mlp = config_.mlp_dim();
+  const int64_t n = text_tokens, m = image_tokens, all = n + m;
+  const int64_t inner = use.beside_rank * all;  // between the two matrices of a patch
+  LiveFloats live;
+  // Tokens and angles of the prompts, the picture's tokens in, both together, and the velocities.
+  live.Hold(prompts * (n * dim + all * config_.head_dim + m * config_.out_channels));
+  live.Hold(2 * m * config_.in_channels);
+  live.Reach((m + all) * dim + inner);
+  live.Hold(all * dim);
+  const int64_t scratch = AttentionScratch(all, all, config_.head_dim);
+  if (!double_blocks_.empty()) {
+    // Norms, queries, keys, and values in two parts and joined; or values and what was attended.
+    live.Reach(all * 5 * dim + inner);
+    live.Reach(all * 5 * dim + scratch);
+    // What was attended; a norm, the hidden layer and its result.
+    for (const int64_t tokens : {n, m}) live.Reach(all * dim + tokens * (2 * dim + mlp) + inner);
   }
-  constexpr int64_t kSlackBytes = 8 << 20;
-  const auto tokens = static_cast<double>(text_tokens + image_tokens);
-  const double floats =
-      kHeapGaps * tokens * static_cast<double>(per_token) + 1.5 * static_cast<double>(largest_weight);
-  return static_cast<int64_t>(floats * sizeof(float)) + kSlackBytes;
+  for (size_t i = 0; i < single_blocks_.size(); ++i) {
+    // A norm of all; of those that are asked for: [attended | hidden], queries; keys, values and what is attended.
+    const int64_t asked = i + 1 == single_blocks_.size() ? m : all;
+    const int64_t kept = all * dim + asked * (dim + mlp);
+    live.Reach(kept + asked * dim + 2 * all * dim + inner);
+    live.Reach(kept + 2 * asked * dim + 2 * all * dim + scratch);
+    live.Reach(kept + asked * mlp + inner);
+  }
+  return live.PeakBytes(ConvertedFloats(*layout_, use), kSlackBytes);
 }
 
 // ------------------------------------------------------------------------------------------------ packing

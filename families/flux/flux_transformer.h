@@ -26,6 +26,7 @@
 #include "cache/component_layout.h"
 #include "families/flux/flux_config.h"
 #include "families/nn/layers.h"
+#include "families/nn/live_floats.h"
 #include "patcher/weight_view.h"
 
 namespace latentd {
@@ -109,8 +110,8 @@ class FluxTransformer {
   at::Tensor operator()(const WeightView& w, const at::Tensor& x, const at::Tensor& vec,
                         const FluxText& text) const;
 
-  // Upper estimate of activation bytes of one call, in fp32.
-  int64_t WorkingBytes(int64_t text_tokens, int64_t image_tokens) const;
+  // Upper estimate of activation bytes of one call, in fp32, with what `prompts` prompts are made into before it.
+  int64_t WorkingBytes(int64_t text_tokens, int64_t image_tokens, int64_t prompts, const WeightUse& use) const;
 
  private:
   FluxConfig config_;

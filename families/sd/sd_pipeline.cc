@@ -13,6 +13,7 @@
 #include "families/sd/sd_masks.h"
 #include "families/text/embedding_triggers.h"
 #include "families/text/text_embedding.h"
+#include "families/working_memory.h"
 
 namespace latentd {
 namespace {
@@ -553,10 +554,16 @@ int64_t SdPipeline::WorkingBytes(const std::string& component, const GeneratePar
   const std::vector<int64_t> shape = LatentShape(params);
   const auto pictures = static_cast<int64_t>(params.seeds.size());
   const int64_t latent_bytes = shape[1] * shape[2] * shape[3] * pictures * int64_t{sizeof(float)};
+  const WeightUse use = UseOf(*this, component, options);
   if (component == "vae") {
-    // With a mask, two pictures' latents.
-    return 2 * latent_bytes + std::max(parts_.vae->EncodeBytes(*params.width, *params.height, options.tile),
-                                       parts_.vae->DecodeBytes(*params.width, *params.height, options.tile));
+    if (!options.encodes_picture) {
+      return parts_.vae->DecodeBytes(*params.width, *params.height, options.tile, use);
+    }
+    // With a mask, what it leaves of the picture is a second one beside it.
+    const int64_t masked = takes_mask() && params.mask_image.defined()
+                               ? 4 * *params.width * *params.height * int64_t{sizeof(float)}
+                               : 0;
+    return 6 * latent_bytes + masked + parts_.vae->EncodeBytes(*params.width, *params.height, options.tile, use);
   }
   if (component == "unet") {
     // Latents before and after a step, what a mask adds to them, and what samplers remember.
@@ -564,16 +571,33 @@ int64_t SdPipeline::WorkingBytes(const std::string& component, const GeneratePar
     const std::vector<SdTile> tiles = TilesOf(params);
     // Neighbours overlap by half at most: four times the latents once more.
     return (tiles.size() > 1 ? 5 : 1) * kTensorsOfLatents * latent_bytes +
-           parts_.unet->WorkingBytes(Tokens(params), tiles.front().height, tiles.front().width);
+           parts_.unet->WorkingBytes(Guided(params) ? 2 : 1, Tokens(params), tiles.front().height,
+                                     tiles.front().width, use);
   }
   for (const SdEncoder& encoder : parts_.encoders) {
     if (encoder.component != component) continue;
     // Windows are encoded one by one; versions of the whole prompt are mixed.
     constexpr int64_t kVersions = 8;
-    return encoder.model->WorkingBytes() +
-           kVersions * Tokens(params) * encoder.model->config().dim * int64_t{sizeof(float)};
+    const int64_t versions = params.prompt_syntax.value_or("plain") == "plain" ? 2 : kVersions;
+    return encoder.model->WorkingBytes(use) +
+           versions * Tokens(params) * encoder.model->config().dim * int64_t{sizeof(float)};
   }
   return 0;
+}
+
+std::string SdPipeline::ShapeKey(const std::string& component, const GenerateParams& params) const {
+  if (component != "vae" && component != "unet") {
+    return absl::StrCat("t", Tokens(params), params.prompt_syntax.value_or(""), EncodesNegative(params) ? "g" : "");
+  }
+  std::string key = absl::StrCat(*params.width, "x", *params.height, "n", params.seeds.size());
+  if (params.has_pictures()) key += "i";
+  if (params.mask_image.defined()) key += "m";
+  if (component == "vae") return key;
+  absl::StrAppend(&key, "t", Tokens(params), Guided(params) ? "g" : "", *params.sampler);
+  if (params.tiles) {
+    absl::StrAppend(&key, "/", params.tiles->width, "x", params.tiles->height, "-", params.tiles->overlap);
+  }
+  return key;
 }
 
 }  // namespace latentd

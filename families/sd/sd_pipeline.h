@@ -82,6 +82,7 @@ class SdPipeline : public Pipeline {
   at::Tensor Preview(const at::Tensor& latents) const override;
   int64_t WorkingBytes(const std::string& component, const GenerateParams& params,
                        const PhaseOptions& options) const override;
+  std::string ShapeKey(const std::string& component, const GenerateParams& params) const override;
 
   const SdParts& parts() const { return parts_; }
 

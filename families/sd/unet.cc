@@ -182,40 +182,109 @@ at::Tensor UNet2DCondition::operator()(const WeightView& w, const at::Tensor& x,
 
 // ------------------------------------------------------------------------------------------------- memory
 
-int64_t UNet2DCondition::WorkingBytes(int64_t tokens, int64_t height, int64_t width) const {
-  // A convolution at its widest holds its input, its output, copies of both where the library's kernel wants
-  // them in an order of its own, and the resnet its own input beside that; a transformer holds x, a norm, and
-  // either queries, keys, values and what was attended, or the feed-forward's hidden layer (8·dim) and half
-  // of it twice. A heap has gaps. What the way down leaves behind is there all the time.
-  constexpr double kHeapGaps = 1.5;
-  constexpr int64_t kBatch = 2, kSlackBytes = 16 << 20;
-  double widest = 0, left = 0;
-  int64_t workspace = 0;  // of our own kernels, kept from one convolution to the next
-  for (size_t i = 0; i < config_.levels.size(); ++i) {
-    const UNetConfig::Level& level = config_.levels[i];
-    const double places = static_cast<double>(((height >> i) + 1) * ((width >> i) + 1));
-    const int64_t below = config_.levels[std::min(i + 1, config_.levels.size() - 1)].channels;
-    const int64_t joined = below + level.channels;
-    const int64_t conv = std::max(3 * joined + 2 * level.channels, joined + 4 * level.channels);
-    const int64_t transformer = level.attention || level.up_attention ? 19 * level.channels : 0;
-    widest = std::max(widest, places * static_cast<double>(std::max(conv, transformer)));
-    for (const int64_t out : {level.channels, below}) {
-      const HostConvShape shape{kBatch, joined, out, (height >> i) + 1, (width >> i) + 1};
-      workspace = std::max(workspace, HostConvWorkspace(ChooseHostConv(shape), shape));
+// Goes through one forward pass as operator() does it.
+class UNet2DCondition::Estimate {
+ public:
+  Estimate(const UNet2DCondition& unet, int64_t batch, int64_t tokens, const WeightUse& use)
+      : unet_(unet), batch_(batch), tokens_(tokens), use_(use) {}
+
+  LiveFloats Run(int64_t height, int64_t width) {
+    height_ = height, width_ = width;
+    const UNetConfig& config = unet_.config_;
+    live_.Hold(batch_ * tokens_ * config.context_dim);
+    live_.Hold(2 * config.in_channels * places());  // as it came, and with channels last
+    Skip(Conv(unet_.conv_in_));
+    for (const Level& level : unet_.down_) {
+      for (const Stage& stage : level.stages) Skip(Run(stage));
+      if (level.resample) Skip(Conv(*level.resample));
     }
-    left += places * static_cast<double>((config_.layers_per_block + 1) * level.channels);
+    int64_t h = Run(unet_.middle_);
+    h = Replace(h, Resnet(unet_.middle_end_));
+    for (const Level& level : unet_.up_) {
+      for (const Stage& stage : level.stages) {
+        const int64_t joined = h + skips_.back().floats;
+        live_.Hold(joined);
+        live_.Drop(joined);  // both parts
+        skips_.pop_back();
+        h = Replace(joined, Run(stage));
+      }
+      if (!level.resample) continue;
+      const int64_t channels = h / places();
+      height_ = skips_.back().height, width_ = skips_.back().width;
+      live_.Hold(channels * places());
+      const int64_t up = channels * places();
+      h = Replace(h + up, Conv(*level.resample));
+    }
+    live_.Hold(h);  // a norm
+    Conv(unet_.conv_out_);
+    live_.Reach(config.out_channels * places());
+    return live_;
   }
-  int64_t largest_weight = 0;
-  for (const TensorDecl& tensor : layout_->tensors()) {
-    int64_t n = 1;
-    for (int64_t extent : tensor.shape) n *= extent;
-    largest_weight = std::max(largest_weight, n);
+
+ private:
+  struct Skipped {
+    int64_t floats, height, width;
+  };
+
+  int64_t places() const { return batch_ * height_ * width_; }
+  int64_t beside(int64_t places) const { return use_.beside_rank * places; }
+  void Skip(int64_t floats) { skips_.push_back({floats, height_, width_}); }
+  int64_t Replace(int64_t old, int64_t floats) {
+    live_.Drop(old);
+    return floats;
   }
-  const double text =
-      static_cast<double>(tokens * (config_.context_dim + 2 * config_.levels.back().channels));
-  const double floats = kHeapGaps * kBatch * (widest + left + text) +
-                        2.5 * static_cast<double>(largest_weight) + static_cast<double>(workspace);
-  return static_cast<int64_t>(floats * sizeof(float)) + kSlackBytes;
+  const std::vector<int64_t>& Shape(const Conv2d& conv) const { return (*unet_.layout_)[conv.weight].shape; }
+
+  // Holds the result, and returns its floats; so do those below.
+  int64_t Conv(const Conv2d& conv) {
+    const std::vector<int64_t>& shape = Shape(conv);
+    live_.Convolve({batch_, shape[1], shape[0], height_, width_, conv.stride}, shape[2]);
+    height_ = (height_ - 1) / conv.stride + 1, width_ = (width_ - 1) / conv.stride + 1;
+    const int64_t floats = shape[0] * places();
+    live_.Reach(floats + beside(places()));
+    live_.Hold(floats);
+    return floats;
+  }
+  int64_t Resnet(const UNetResnet& resnet) {
+    const int64_t norm = Shape(resnet.conv1)[1] * places();
+    live_.Hold(norm);
+    const int64_t h = Conv(resnet.conv1);
+    live_.Drop(norm);
+    live_.Hold(h);  // the second norm
+    const int64_t result = Conv(resnet.conv2);
+    live_.Drop(2 * h);
+    if (resnet.shortcut) live_.Drop(Conv(*resnet.shortcut));
+    return result;
+  }
+  int64_t Run(const Stage& stage) {
+    const int64_t y = Resnet(stage.resnet);
+    if (!stage.transformer) return y;
+    const int64_t n = height_ * width_, dim = y / places();
+    live_.Hold(3 * y);  // a norm, the tokens, and a block's norm
+    live_.Reach(5 * y + beside(places()) + AttentionScratch(n, n, stage.transformer->blocks.front().self_attention.head_dim));
+    live_.Reach(3 * y + 2 * batch_ * tokens_ * dim + beside(places()) +
+                AttentionScratch(n, tokens_, stage.transformer->blocks.front().self_attention.head_dim));
+    // A norm, both halves of the hidden layer, their product, and what it becomes.
+    live_.Reach(14 * y + beside(places()));
+    live_.Drop(3 * y);
+    live_.Reach(3 * y);
+    return y;  // the result takes its place
+  }
+
+  const UNet2DCondition& unet_;
+  const int64_t batch_, tokens_;
+  const WeightUse use_;
+  int64_t height_ = 0, width_ = 0;
+  std::vector<Skipped> skips_;
+  LiveFloats live_;
+};
+
+int64_t UNet2DCondition::WorkingBytes(int64_t batch, int64_t tokens, int64_t height, int64_t width,
+                                      const WeightUse& use) const {
+  constexpr int64_t kSlackBytes = 1 << 20;
+  return Estimate(*this, batch, tokens, use)
+      .Run(height, width)
+      .PeakBytes(ConvertedFloats(*layout_, use), kSlackBytes);
 }
 
 }  // namespace latentd

@@ -24,6 +24,7 @@
 #include "ATen/core/Tensor.h"
 #include "cache/component_layout.h"
 #include "families/nn/layers.h"
+#include "families/nn/live_floats.h"
 #include "families/sd/unet_blocks.h"
 #include "families/sd/unet_config.h"
 #include "patcher/weight_view.h"
@@ -58,8 +59,8 @@ class UNet2DCondition {
   at::Tensor operator()(const WeightView& w, const at::Tensor& x, const at::Tensor& time_embedding,
                         const at::Tensor& context, const Observer& observer = nullptr) const;
 
-  // Upper estimate of activation bytes of one call on a batch of 2, in fp32, and with its conditioning.
-  int64_t WorkingBytes(int64_t tokens, int64_t height, int64_t width) const;
+  // Upper estimate of activation bytes of one call on latents of that size, in fp32, and with its conditioning.
+  int64_t WorkingBytes(int64_t batch, int64_t tokens, int64_t height, int64_t width, const WeightUse& use) const;
 
  private:
   // A resnet, and the transformer that follows it in levels with attention.
@@ -75,6 +76,7 @@ class UNet2DCondition {
     std::optional<Conv2d> resample;
   };
   struct Call;  // one forward pass
+  class Estimate;
   Stage DescribeStage(ComponentLayout& layout, const std::string& level, int64_t index, int64_t in,
                       const UNetConfig::Level& of, bool attention) const;
   void DescribeDown(ComponentLayout& layout);

@@ -159,11 +159,19 @@ ClipTextModel::Output ClipTextModel::operator()(const WeightView& w, const std::
   return output;
 }
 
-int64_t ClipTextModel::WorkingBytes() const {
-  constexpr int64_t kSlackBytes = 8 << 20;
-  return kSlackBytes +
-         (config_.positions * (8 * config_.dim + 2 * config_.hidden) + config_.dim * config_.hidden) *
-             int64_t{sizeof(float)};
+int64_t ClipTextModel::WorkingBytes(const WeightUse& use) const {
+  constexpr int64_t kSlackBytes = 256 << 10;
+  const int64_t length = config_.positions;
+  const int64_t dim = length * config_.dim, hidden = length * config_.hidden, beside = length * use.beside_rank;
+  LiveFloats live;
+  live.Hold(3 * length * length);  // which token sees which
+  live.Hold(3 * dim);              // x, a norm, what was tapped
+  live.Reach(4 * dim + AttentionScratch(length, length, config_.dim / config_.heads));
+  live.Hold(dim);                  // what was attended
+  live.Reach(2 * dim + beside);
+  live.Reach(dim + 3 * hidden + beside);
+  live.Reach(3 * dim + hidden + beside);
+  return live.PeakBytes(ConvertedFloats(*layout_, use, /*first_block=*/1), kSlackBytes);
 }
 
 }  // namespace latentd

@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "cache/component_layout.h"
 #include "families/nn/layers.h"
+#include "families/nn/live_floats.h"
 #include "patcher/weight_view.h"
 
 namespace latentd {
@@ -64,7 +65,7 @@ class ClipTextModel {
                     const std::vector<int64_t>& mask = {}, const at::Tensor& rows = {}) const;
 
   // Upper estimate of activation bytes of one call, in fp32.
-  int64_t WorkingBytes() const;
+  int64_t WorkingBytes(const WeightUse& use) const;
 
   const ClipTextConfig& config() const { return config_; }
 

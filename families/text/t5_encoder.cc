@@ -123,4 +123,19 @@ at::Tensor T5Encoder::operator()(const WeightView& w, const std::vector<int64_t>
   return final_norm_(w, x);
 }
 
+int64_t T5Encoder::WorkingBytes(int64_t length, const WeightUse& use) const {
+  constexpr int64_t kSlackBytes = 256 << 10;
+  const int64_t dim = length * config_.dim, inner = length * config_.heads * config_.head_dim,
+                hidden = length * config_.hidden, beside = length * use.beside_rank;
+  LiveFloats live;
+  live.Hold(config_.heads * length * length);  // of distances
+  live.Hold(2 * dim);                          // x and a norm
+  live.Reach(4 * inner + AttentionScratch(length, length, config_.head_dim));
+  live.Hold(inner);                            // what was attended
+  live.Reach(2 * dim + beside);
+  live.Reach(dim + (config_.gated ? 2 : 1) * hidden + beside);
+  live.Reach(3 * dim + hidden + beside);
+  return live.PeakBytes(ConvertedFloats(*layout_, use, /*first_block=*/1), kSlackBytes);
+}
+
 }  // namespace latentd

@@ -16,6 +16,7 @@
 #include "absl/status/statusor.h"
 #include "cache/component_layout.h"
 #include "families/nn/layers.h"
+#include "families/nn/live_floats.h"
 #include "patcher/weight_view.h"
 
 namespace latentd {
@@ -41,6 +42,9 @@ class T5Encoder {
   // The last hidden state, [1, tokens, dim]. No padding mask: pads are attended to, as FLUX and SD3 do.
   // REQUIRES: every id is in the vocabulary.
   at::Tensor operator()(const WeightView& w, const std::vector<int64_t>& ids) const;
+
+  // Upper estimate of activation bytes of one call, in fp32.
+  int64_t WorkingBytes(int64_t length, const WeightUse& use) const;
 
   const T5Config& config() const { return config_; }
 

@@ -9,7 +9,6 @@
 #include "cache/error.h"
 #include "cache/mutex.h"
 #include "families/config/json_config.h"
-#include "families/nn/host_conv.h"
 #include "families/vae/tiling.h"
 
 namespace latentd {
@@ -228,56 +227,144 @@ at::Tensor AutoencoderKl::FromModel(const at::Tensor& latents) const {
 
 // -------------------------------------------------------------------------------------------------- memory
 
+// Goes through the forward passes as they are written above.
+class AutoencoderKl::Estimate {
+ public:
+  Estimate(const AutoencoderKl& vae, const WeightUse& use) : vae_(vae), use_(use) {}
+
+  // One whole picture or tile of height_ × width_ pixels; what came and what comes out is held in the end.
+  void Encode(int64_t height, int64_t width) {
+    height_ = height, width_ = width;
+    live_.Hold(vae_.config_.in_channels * places());  // with channels last
+    int64_t h = Conv(vae_.encoder_.in);
+    for (const Level& level : vae_.encoder_.levels) {
+      for (const Resnet& resnet : level.resnets) h = Replace(h, Run(resnet));
+      if (!level.resample) continue;
+      const int64_t padded = h / places() * (height_ + 1) * (width_ + 1);
+      live_.Hold(padded);
+      h = Replace(h + padded, Conv(*level.resample));
+    }
+    h = Replace(h, Run(vae_.encoder_.middle, h));
+    live_.Hold(h);  // a norm
+    const int64_t out = Conv(vae_.encoder_.out);
+    live_.Hold(2 * out);  // as moments, and in order
+    live_.Drop(3 * out + 2 * h);
+  }
+  void Decode(int64_t height, int64_t width) {
+    const int64_t scale = vae_.config_.scale();
+    height_ = height / scale, width_ = width / scale;
+    live_.Hold(2 * vae_.config_.latent_channels * places());
+    int64_t h = Conv(vae_.decoder_.in);
+    h = Replace(h, Run(vae_.decoder_.middle, h));
+    for (const Level& level : vae_.decoder_.levels) {
+      for (const Resnet& resnet : level.resnets) h = Replace(h, Run(resnet));
+      if (!level.resample) continue;
+      height_ *= 2, width_ *= 2;
+      const int64_t up = 4 * h;
+      live_.Hold(up);
+      h = Replace(h + up, Conv(*level.resample));
+    }
+    live_.Hold(h);  // a norm
+    const int64_t out = Conv(vae_.decoder_.out);
+    live_.Reach(out);
+    live_.Drop(out + 2 * h);
+  }
+  LiveFloats& live() { return live_; }
+
+ private:
+  int64_t places() const { return height_ * width_; }
+  int64_t Replace(int64_t old, int64_t floats) {
+    live_.Drop(old);
+    return floats;
+  }
+
+  // Holds the result, and returns its floats; so do those below.
+  int64_t Conv(const Conv2d& conv) {
+    const std::vector<int64_t>& shape = (*vae_.layout_)[conv.weight].shape;
+    live_.Convolve({1, shape[1], shape[0], height_, width_, conv.stride}, conv.padding == 1 ? shape[2] : 0);
+    height_ /= conv.stride, width_ /= conv.stride;
+    const int64_t floats = shape[0] * places();
+    live_.Reach(floats + use_.beside_rank * places());
+    live_.Hold(floats);
+    return floats;
+  }
+  int64_t Run(const Resnet& resnet) {
+    const int64_t norm = (*vae_.layout_)[resnet.conv1.weight].shape[1] * places();
+    live_.Hold(norm);
+    const int64_t h = Conv(resnet.conv1);
+    live_.Drop(norm);
+    live_.Hold(h);  // the second norm
+    live_.Drop(h);
+    const int64_t result = Conv(resnet.conv2);
+    live_.Drop(h);
+    if (resnet.shortcut) live_.Drop(Conv(*resnet.shortcut));
+    return result;
+  }
+  int64_t Run(const Middle& middle, int64_t h) {
+    const int64_t first = Run(middle.first);
+    if (middle.attention) {
+      // Tokens, queries, keys, values, and what is attended; the result takes the place of what came.
+      const int64_t n = places(), channels = h / n;
+      live_.Reach(5 * h + AttentionScratch(n, n, channels));
+    }
+    return Replace(first, Run(middle.second));
+  }
+
+  const AutoencoderKl& vae_;
+  const WeightUse use_;
+  int64_t height_ = 0, width_ = 0;
+  LiveFloats live_;
+};
+
 namespace {
 
-// A convolution at its widest holds, beside the resnet's input: its input, its output, and copies of both where the
-// library's kernel wants them in an order of its own. So per place, with `in` and `out` channels: 3·in + 2·out or
-// in + 4·out. A heap has gaps. Our own kernels have a workspace instead, which is kept.
-constexpr double kHeapGaps = 1.5;
-constexpr int64_t kSlackBytes = 16 << 20;
+constexpr int64_t kSlackBytes = 1 << 20;
 
-// `from`: the channels that level i's first resnet takes.
-int64_t LevelBytes(const std::vector<int64_t>& channels, const std::vector<int64_t>& from, int64_t width,
-                   int64_t height) {
-  double most = 0;
-  int64_t workspace = 0;
-  for (size_t i = 0; i < channels.size(); ++i) {
-    const int64_t floats = std::max(3 * from[i] + 2 * channels[i], from[i] + 4 * channels[i]);
-    most = std::max(most, static_cast<double>((width >> i) * (height >> i) * floats));
-    const int64_t widest = std::max(from[i], channels[i]);
-    const HostConvShape shape{1, widest, widest, height >> i, width >> i};
-    workspace = std::max(workspace, HostConvWorkspace(ChooseHostConv(shape), shape));
-  }
-  const double floats = kHeapGaps * most + static_cast<double>(workspace);
-  return static_cast<int64_t>(floats * sizeof(float)) + kSlackBytes;
-}
-
-// A row of tiles and the one above it are held, and all that is finished, in `channels`.
-int64_t TilesBytes(int64_t width, int64_t height, int64_t tile, int64_t channels) {
-  return (width * height + 2 * width * tile) * channels * int64_t{sizeof(float)};
+// What InTiles holds beside the tile that is being made: two rows of tiles, and all that is finished; in the end that
+// once more.
+int64_t TilesFloats(int64_t width, int64_t height, int64_t tile, int64_t channels) {
+  const auto stride = static_cast<int64_t>(static_cast<double>(tile) * (1 - kTileOverlap));
+  const int64_t row = ((width + stride - 1) / stride + 1) * tile * std::min(tile, height);
+  return (width * height + 2 * row) * channels;
 }
 
 }  // namespace
 
-int64_t AutoencoderKl::EncodeBytes(int64_t width, int64_t height, int64_t tile) const {
-  if (tile != 0) {
-    return EncodeBytes(std::min(tile, width), std::min(tile, height)) +
-           TilesBytes(width / config_.scale(), height / config_.scale(), tile / config_.scale(),
-                      2 * config_.latent_channels);
+int64_t AutoencoderKl::EncodeBytes(int64_t width, int64_t height, int64_t tile, const WeightUse& use) const {
+  Estimate estimate(*this, use);
+  LiveFloats& live = estimate.live();
+  const int64_t pixels = width * height, scale = config_.scale(), moments = 2 * config_.latent_channels;
+  live.Hold(pixels);  // of 3 bytes
+  live.Reach(2 * config_.in_channels * pixels);
+  live.Hold(config_.in_channels * pixels);
+  if (tile == 0) {
+    estimate.Encode(height, width);
+  } else {
+    const int64_t beside = TilesFloats(width / scale, height / scale, tile / scale, moments);
+    live.Hold(beside);
+    estimate.Encode(std::min(tile, height), std::min(tile, width));
+    live.Drop(beside);
   }
-  std::vector<int64_t> from = config_.channels;
-  std::copy(config_.channels.begin(), config_.channels.end() - 1, from.begin() + 1);
-  return LevelBytes(config_.channels, from, width, height);
+  live.Reach(4 * moments * (pixels / scale / scale));
+  return live.PeakBytes(ConvertedFloats(*layout_, use), kSlackBytes);
 }
 
-int64_t AutoencoderKl::DecodeBytes(int64_t width, int64_t height, int64_t tile) const {
-  if (tile != 0) {
-    return DecodeBytes(std::min(tile, width), std::min(tile, height)) +
-           TilesBytes(width, height, tile, config_.out_channels);
+int64_t AutoencoderKl::DecodeBytes(int64_t width, int64_t height, int64_t tile, const WeightUse& use) const {
+  Estimate estimate(*this, use);
+  LiveFloats& live = estimate.live();
+  const int64_t pixels = width * height, channels = config_.out_channels;
+  live.Hold(2 * config_.latent_channels * (pixels / config_.scale() / config_.scale()));
+  if (tile == 0) {
+    estimate.Decode(height, width);
+  } else {
+    const int64_t beside = TilesFloats(width, height, tile, channels);
+    live.Hold(beside);
+    estimate.Decode(std::min(tile, height), std::min(tile, width));
+    live.Drop(beside);
+    live.Reach(2 * channels * pixels + (beside - channels * pixels) / 2);
   }
-  std::vector<int64_t> from = config_.channels;
-  std::copy(config_.channels.begin() + 1, config_.channels.end(), from.begin());
-  return LevelBytes(config_.channels, from, width, height);
+  live.Reach(channels * pixels + 2 * pixels);  // and as bytes, in two orders
+  return live.PeakBytes(ConvertedFloats(*layout_, use), kSlackBytes);
 }
 
 // ------------------------------------------------------------------------------------------- file layouts

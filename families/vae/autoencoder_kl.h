@@ -21,6 +21,7 @@
 #include "cache/key_map.h"
 #include "cache/weight_files.h"
 #include "families/nn/layers.h"
+#include "families/nn/live_floats.h"
 #include "patcher/weight_view.h"
 
 namespace latentd {
@@ -58,9 +59,10 @@ class AutoencoderKl {
   at::Tensor ToModel(const at::Tensor& latents) const;
   at::Tensor FromModel(const at::Tensor& latents) const;
 
-  // Upper estimates of activation bytes for one picture of that size, in fp32.
-  int64_t EncodeBytes(int64_t width, int64_t height, int64_t tile = 0) const;
-  int64_t DecodeBytes(int64_t width, int64_t height, int64_t tile = 0) const;
+  // Upper estimates of activation bytes for one picture of that size, in fp32, from its pixels or latents in host
+  // memory to what becomes of them there.
+  int64_t EncodeBytes(int64_t width, int64_t height, int64_t tile, const WeightUse& use) const;
+  int64_t DecodeBytes(int64_t width, int64_t height, int64_t tile, const WeightUse& use) const;
 
  private:
   struct Resnet {
@@ -90,6 +92,7 @@ class AutoencoderKl {
   void DescribeDecoder(ComponentLayout& layout);
   at::Tensor EncodeMoments(const WeightView& w, const at::Tensor& picture) const;
   at::Tensor DecodeWhole(const WeightView& w, const at::Tensor& latents) const;
+  class Estimate;
 
   AutoencoderKlConfig config_;
   std::shared_ptr<const ComponentLayout> layout_;

@@ -82,6 +82,7 @@ class NoopPipeline : public Pipeline {
   int64_t WorkingBytes(const std::string&, const GenerateParams&, const PhaseOptions&) const override {
     return 0;
   }
+  std::string ShapeKey(const std::string&, const GenerateParams&) const override { return ""; }
 
  private:
   std::vector<Component> components_;

@@ -46,7 +46,7 @@ TEST_P(UNetGolden, EveryPartAndTheOutputAgree) {
     EXPECT_LE(Report(absl::StrCat(name, " ", i, " output"), RelativeError(output, value("output"))),
               kBlockTolerance);
     EXPECT_GT(seen.size(), 20u);
-    EXPECT_GE(unet.WorkingBytes(154, output.size(2), output.size(3)), int64_t{16} << 20);
+    EXPECT_GE(unet.WorkingBytes(2, 154, output.size(2), output.size(3), {}), output.numel() * int64_t{sizeof(float)});
   }
 }
 INSTANTIATE_TEST_SUITE_P(All, UNetGolden,

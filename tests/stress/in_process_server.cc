@@ -68,7 +68,11 @@ class InProcessServer::Session::Client : public SessionClient {
     Outcome& outcome = running_[job_id];
     if (event.has_image_header()) outcome.sha256.push_back(event.image_header().sha256());
     if (event.has_adapted()) outcome.adapted.push_back(event.adapted());
-    if (event.has_step()) ++outcome.steps;
+    if (event.has_step()) {
+      ++outcome.steps;
+      ++steps_;
+      changed_.SignalAll();
+    }
     if (event.has_done()) {
       outcome.done = event.done();
       Finish(job_id, absl::OkStatus());
@@ -140,6 +144,12 @@ class InProcessServer::Session::Client : public SessionClient {
     finished_.pop_front();
     return outcome;
   }
+  void WaitForStep() {
+    MutexLock lock(&mu_);
+    const int64_t seen = seen_steps_;
+    while (steps_ == seen && finished_.empty() && !ended_) changed_.Wait(&mu_);
+    seen_steps_ = steps_;
+  }
   absl::Status WaitForEnd() {
     MutexLock lock(&mu_);
     while (!ended_) changed_.Wait(&mu_);
@@ -165,6 +175,7 @@ class InProcessServer::Session::Client : public SessionClient {
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status answer_ ABSL_GUARDED_BY(mu_);
   absl::Status end_status_ ABSL_GUARDED_BY(mu_);
+  int64_t steps_ ABSL_GUARDED_BY(mu_) = 0, seen_steps_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, Outcome> running_ ABSL_GUARDED_BY(mu_);
   std::deque<Outcome> finished_ ABSL_GUARDED_BY(mu_);
 };
@@ -195,13 +206,14 @@ SimDevice& InProcessServer::sim(int index) {
 }
 
 InProcessServer::Session InProcessServer::Open(const std::vector<v1::LoraRef>& loras, v1::PatchMode mode,
-                                               const std::string& model) {
+                                               const std::string& model, int priority) {
   Session session;
   session.client_ = std::make_shared<Session::Client>();
   OpenRequest request;
   request.model = model;
   request.loras = loras;
   request.patch_mode = mode;
+  request.priority = priority;
   auto scope = core_->sessions->Open(session.client_, "test", request);
   if (!scope.ok()) {
     session.opened_ = scope.status();
@@ -231,6 +243,8 @@ void InProcessServer::Session::Watch(std::function<void(const v1::JobEvent&)> wh
 void InProcessServer::Session::StopReading() { client_->SetReading(false); }
 
 void InProcessServer::Session::Read() { client_->SetReading(true); }
+
+void InProcessServer::Session::WaitForStep() { client_->WaitForStep(); }
 
 Outcome InProcessServer::Session::Wait() { return client_->WaitForJob(); }
 

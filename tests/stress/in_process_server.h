@@ -66,6 +66,8 @@ class InProcessServer {
     // The client takes nothing from now on; Read takes all that waits, and what comes.
     void StopReading();
     void Read();
+    // Until one more step of its jobs is done than when this was called last, or a job is over.
+    void WaitForStep();
     // Ends it and waits until everything is released. Its status.
     absl::Status End(EndReason reason = EndReason::kClosed);
 
@@ -78,7 +80,7 @@ class InProcessServer {
     absl::Status opened_;
   };
   Session Open(const std::vector<v1::LoraRef>& loras = {}, v1::PatchMode mode = v1::PATCH_MODE_UNSPECIFIED,
-               const std::string& model = kDemoModel);
+               const std::string& model = kDemoModel, int priority = 0);
 
   // A session with one job.
   Outcome Generate(const v1::GenerateParams& params, const std::vector<v1::LoraRef>& loras = {},

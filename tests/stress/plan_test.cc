@@ -78,7 +78,10 @@ void PlanAndRun(InProcessServer& server, const v1::GenerateParams& params,
     EXPECT_EQ(planned.component(), real.component());
     EXPECT_EQ(planned.cached(), real.cached()) << planned.component();
     EXPECT_EQ(planned.device(), real.device()) << planned.component();
-    EXPECT_EQ(planned.working_bytes(), real.working_bytes()) << planned.component();
+    // Of a LoRA that was not read it is not known which components it changes.
+    EXPECT_NEAR(static_cast<double>(planned.working_bytes()), static_cast<double>(real.working_bytes()),
+                0.02 * static_cast<double>(real.working_bytes()))
+        << planned.component();
     EXPECT_EQ(planned.full_bytes() == planned.resident_bytes(), real.full_bytes() == real.resident_bytes())
         << planned.component() << ": streamed or not";
     // From shapes and the files' sizes, so padding and mixed types are not seen.
@@ -135,13 +138,19 @@ TEST(Plan, KnowsOfTiles) {
     InProcessServer large(InProcessServer::DefaultConfig({"cpu"}));
     const Outcome whole = large.Generate(job);
     ASSERT_TRUE(whole.status.ok()) << whole.status;
-    decode = whole.done.phases(whole.done.phases_size() - 1).working_bytes();
+    decode = whole.done.phases(whole.done.phases_size() - 1).working_peak_bytes();
   }
-  InProcessServer server(InProcessServer::DefaultConfig({absl::StrCat("sim:0=", decode)}));
+  InProcessServer server(InProcessServer::DefaultConfig({absl::StrCat("sim:0=", decode * 9 / 10)}));
+  // What was only guessed might do; what was tried and failed does not.
+  const auto guessed = PlanJob(server.core(), RequestFor(job, {}));
+  EXPECT_TRUE(guessed->fits());
+  EXPECT_TRUE(guessed->uncertain());
+  EXPECT_FALSE(server.Generate(job).status.ok());
   EXPECT_FALSE(PlanJob(server.core(), RequestFor(job, {}))->fits());
   job.set_vae_tiling(v1::VAE_TILING_WHEN_NEEDED);
   const auto plan = PlanJob(server.core(), RequestFor(job, {}));
   ASSERT_TRUE(plan->fits()) << plan->reason().message();
+  EXPECT_FALSE(plan->uncertain());
   const auto& planned = plan->phases(plan->phases_size() - 1);
   EXPECT_TRUE(planned.tiled());
   const Outcome outcome = server.Generate(job);

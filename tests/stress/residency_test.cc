@@ -171,12 +171,12 @@ TEST(MemoryIsShort, TheVaeIsTiledOnlyWhereTheRequestAllowsIt) {
   ASSERT_TRUE(whole.status.ok()) << whole.status;
   int64_t decode = 0, denoise = 0;
   for (const v1::PhaseReport& phase : whole.done.phases()) {
-    (phase.component() == "vae" ? decode : denoise) = phase.working_bytes();
+    (phase.component() == "vae" ? decode : denoise) = phase.working_peak_bytes();
   }
-  ASSERT_GT(decode, denoise);
+  ASSERT_GT(decode, 2 * denoise);
 
   // A device that can do all but decode at once.
-  const Config config = InProcessServer::DefaultConfig({absl::StrCat("sim:0=", decode)});
+  const Config config = InProcessServer::DefaultConfig({absl::StrCat("sim:0=", decode * 9 / 10)});
   InProcessServer server(config);
   const Outcome refused = server.Generate(job);
   EXPECT_TRUE(IsOutOfMemory(refused.status)) << refused.status;
@@ -237,10 +237,9 @@ TEST(MeasuredWorkingMemory, ReplacesTheEstimateAndSurvivesARestart) {
     EXPECT_GT(phase.working_peak_bytes(), 0) << component;
     EXPECT_LE(phase.working_peak_bytes(), phase.working_bytes()) << component << ": the estimate was too low";
     EXPECT_GE(second[component].working_bytes(), phase.working_peak_bytes()) << component;
-    EXPECT_LT(second[component].working_bytes(), phase.working_bytes())
-        << component << ": still the estimate";
+    EXPECT_NE(second[component].working_bytes(), phase.working_bytes()) << component << ": still the estimate";
     EXPECT_EQ(restarted[component].working_bytes(), second[component].working_bytes()) << component;
-    EXPECT_EQ(restarted[component].working_peak_bytes(), 0) << component << ": measured again for no reason";
+    EXPECT_EQ(restarted[component].working_peak_bytes(), phase.working_peak_bytes()) << component;
   }
   // A file that is not one is no reason to fail.
   for (const char* text : {"", "{", "[]", R"({"version":1,"phases":{"a":3}})"}) {
