@@ -405,7 +405,7 @@ TEST_P(DeviceTest, MasksAndWhatTheyLeaveComeFromHostMemory) {
   AutoencoderKlConfig vae = SmallVae();
   vae.latent_channels = 4;
   parts.vae = std::make_shared<const AutoencoderKl>(vae);
-  parts.schedule = NoiseSchedule::Create({});
+  parts.scheduler = SchedulerConfig::Of(NoiseSchedule::Create({}));
   const WeightSet weights = OnMeta(parts.vae->layout());
   const WeightView view(weights, nullptr);
   const Sd15Pipeline pipeline(std::move(parts));

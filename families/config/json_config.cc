@@ -27,6 +27,29 @@ absl::Status OutOfRange(const std::string& label, absl::string_view key, absl::s
                    {{"file", label}, {"key", std::string(key)}, {"value", std::string(value)}});
 }
 
+// Python writes numbers that JSON does not have; they become null.
+std::string WithoutPythonsNumbers(absl::string_view text) {
+  std::string result;
+  bool in_string = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (c == '"') in_string = !in_string;
+    const absl::string_view number = in_string  ? ""
+                                     : c == '-' ? "-Infinity"
+                                     : c == 'I' ? "Infinity"
+                                     : c == 'N' ? "NaN"
+                                                : "";
+    if (!number.empty() && text.substr(i, number.size()) == number) {
+      result += "null";
+      i += number.size() - 1;
+      continue;
+    }
+    result += c;
+    if (in_string && c == '\\' && i + 1 < text.size()) result += text[++i];
+  }
+  return result;
+}
+
 }  // namespace
 
 struct JsonConfig::Impl {
@@ -49,7 +72,8 @@ absl::StatusOr<JsonConfig> JsonConfig::Load(const std::string& path, int64_t max
   return Parse(text, ShortPath(path));
 }
 
-absl::StatusOr<JsonConfig> JsonConfig::Parse(absl::string_view text, const std::string& label) {
+absl::StatusOr<JsonConfig> JsonConfig::Parse(absl::string_view given, const std::string& label) {
+  const std::string text = WithoutPythonsNumbers(given);
   bool too_deep = false;
   const Json::parser_callback_t limit_depth = [&](int depth, Json::parse_event_t, Json&) {
     if (depth > kMaxDepth) too_deep = true;

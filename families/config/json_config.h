@@ -1,7 +1,8 @@
 // A JSON file of settings (config.json, scheduler_config.json, latentd.json), read as untrusted input.
 //
-// Getters take the default for a key that is absent or null, and a range. The first thing that is wrong is
-// remembered, so that a config is read in one go and checked once:
+// Getters take the default for a key that is absent or null, and a range. NaN and Infinity, which Python
+// writes and JSON does not have, are null. The first thing that is wrong is remembered, so that a config is
+// read in one go and checked once:
 //
 //   ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(folder + "/config.json"));
 //   config.layers = json.Int("num_layers", 19, 0, 1000);

@@ -28,6 +28,18 @@ TEST(JsonConfigTest, AbsentAndNullKeysTakeTheDefault) {
   EXPECT_TRUE(json.status().ok());
 }
 
+TEST(JsonConfigTest, NumbersThatOnlyPythonHasAreNull) {
+  JsonConfig json =
+      Parse(R"({"a": -Infinity, "b": [Infinity, 1], "c": NaN, "d": "a \"NaN\", Infinity", "e": -2})");
+  EXPECT_FALSE(json.Has("a"));
+  EXPECT_EQ(json.Double("a", 7, 0, 10), 7);
+  EXPECT_FALSE(json.Has("c"));
+  EXPECT_EQ(json.String("d", ""), "a \"NaN\", Infinity");
+  EXPECT_EQ(json.Int("e", 0, -9, 9), -2);
+  EXPECT_TRUE(json.status().ok());
+  EXPECT_FALSE(JsonConfig::Parse(R"({"a": Infinite})", "test.json").ok());
+}
+
 TEST(JsonConfigTest, TheFirstErrorIsKeptAndNamesTheFileAndTheKey) {
   JsonConfig json = Parse(R"({"a": 11, "b": "text"})");
   EXPECT_EQ(json.Int("a", 7, 0, 10), 7);

@@ -55,7 +55,7 @@ class Ddim final : public AlphaBarSolver<Ddim> {
   double eta_;
 };
 
-// Ho et al. 2020, "Denoising Diffusion Probabilistic Models", eq. 6 and 7, with the smaller variance.
+// Ho et al. 2020, "Denoising Diffusion Probabilistic Models", eq. 6 and 7, with either variance of §3.2.
 class Ddpm final : public AlphaBarSolver<Ddpm> {
  public:
   using AlphaBarSolver::AlphaBarSolver;
@@ -69,14 +69,16 @@ class Ddpm final : public AlphaBarSolver<Ddpm> {
     at::Tensor result = (prediction() * (std::sqrt(next) * beta / (1 - bar)))
                             .add_(x, std::sqrt(alpha) * (1 - next) / (1 - bar));
     if (time() == 0) return result;
-    const double variance = std::max((1 - next) / (1 - bar) * beta, 1e-20);
+    const double variance =
+        plan().solver.large_variance ? beta : std::max((1 - next) / (1 - bar) * beta, 1e-20);
     return result.add_(Draw(x), std::sqrt(variance));
   }
 };
 
 // Liu et al. 2022, "Pseudo Numerical Methods for Diffusion Models on Manifolds", linear multistep (PLMS). A
-// run's first step is done twice, the second time with the mean of the outputs at both its ends. diffusers
-// starts img2img in the midst of that and skips a level; here every run begins with it.
+// run's first step is done twice, the second time with the mean of the outputs at both its ends. As by
+// diffusers, whose list has its second level twice: a run that enters it there, and one level later, has its
+// two evaluations at other levels than those that the formula takes them to be at.
 class Pndm final : public AlphaBarSolver<Pndm> {
  public:
   using AlphaBarSolver::AlphaBarSolver;
@@ -130,8 +132,8 @@ class Lcm final : public AlphaBarSolver<Lcm> {
 
  private:
   at::Tensor Advance(const at::Tensor& output, const at::Tensor& x) override {
-    constexpr double kDeviation = 0.5, kTimeScale = 10;
-    const double t = this->timestep() * kTimeScale;
+    constexpr double kDeviation = 0.5;
+    const double t = this->timestep() * plan().solver.timestep_scaling;
     const double norm = t * t + kDeviation * kDeviation;
     set_prediction((Picture(output, x) * (t / std::sqrt(norm))).add_(x, kDeviation * kDeviation / norm));
     if (last()) return prediction();

@@ -93,7 +93,7 @@ class Kdpm2 final : public KSolver<Kdpm2> {
 };
 
 // Linear multistep: the polynomial through the last four slopes, integrated over the step (Adams–Bashforth
-// for uneven steps).
+// for uneven steps). As by diffusers, a run that enters the list takes the slopes of levels before to be 0.
 class Lms final : public KSolver<Lms> {
  public:
   using KSolver::KSolver;
@@ -103,9 +103,10 @@ class Lms final : public KSolver<Lms> {
 
   at::Tensor Advance(const at::Tensor& output, const at::Tensor& x) override {
     slopes_.Push(Slope(output, x, sigma_from()));
+    const int64_t order = std::min<int64_t>(index() + 1, kOrder);
     at::Tensor next = x;
     for (int64_t i = 0; i < slopes_.size(); ++i) {
-      next = at::add(next, slopes_[static_cast<size_t>(i)], Coefficient(slopes_.size(), i));
+      next = at::add(next, slopes_[static_cast<size_t>(i)], Coefficient(order, i));
     }
     return next;
   }

@@ -4,21 +4,18 @@
 // "Denoising Diffusion Probabilistic Models"). σ_t = √((1 − ᾱ_t)/ᾱ_t) is the same level when the picture
 // keeps its scale (Karras et al. 2022). All tables are fp32, as diffusers has them.
 //
-// Immutable after Create or Load; any thread.
+// Immutable after Create; any thread. What a model's files say is read by scheduler_config.h.
 #ifndef LATENTD_FAMILIES_SAMPLING_NOISE_SCHEDULE_H_
 #define LATENTD_FAMILIES_SAMPLING_NOISE_SCHEDULE_H_
 
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
-
-#include "absl/status/statusor.h"
 
 namespace latentd {
 
-enum class BetaSchedule { kScaledLinear, kLinear, kSquaredCosine };
+enum class BetaSchedule { kScaledLinear, kLinear, kSquaredCosine, kExponential, kLaplace, kSigmoid };
 enum class TimestepSpacing { kLeading, kTrailing, kLinspace };
 // What the network's output means.
 enum class Prediction { kEpsilon, kVelocity, kSample };
@@ -31,6 +28,7 @@ enum class SigmaSchedule {
   kBeta,         // quantiles of Beta(0.6, 0.6); Lee et al. 2024, "Beta Sampling is All You Need"
   kTrailing,     // integer timesteps counted from the end; also "sgm_uniform" and "simple"
   kAys,          // Align Your Steps, Sabour et al. 2024
+  kLu,           // evenly in log σ at whole timesteps; Lu et al. 2022, "DPM-Solver"
 };
 
 // Which published table of Align Your Steps.
@@ -40,6 +38,7 @@ struct NoiseScheduleConfig {
   int64_t train_steps = 1000;
   BetaSchedule betas = BetaSchedule::kScaledLinear;
   double beta_start = 0.00085, beta_end = 0.012;
+  std::vector<float> trained_betas;  // instead of all that, where there are any: as many as train_steps
   Prediction prediction = Prediction::kEpsilon;
   // Absent: what diffusers' class of the sampler has by itself, linspace or leading.
   std::optional<TimestepSpacing> spacing;
@@ -53,10 +52,6 @@ struct NoiseScheduleConfig {
 
 class NoiseSchedule {
  public:
-  // Of a scheduler_config.json of any SD scheduler of diffusers; betas that are absent have
-  // the values of SD 1.5. Errors: those of JsonConfig; FAILED_PRECONDITION UNSUPPORTED_MODEL for settings
-  // that change what the model means (clipping, thresholds, trained betas, …).
-  static absl::StatusOr<std::shared_ptr<const NoiseSchedule>> Load(const std::string& path);
   static std::shared_ptr<const NoiseSchedule> Create(const NoiseScheduleConfig& config);
 
   const NoiseScheduleConfig& config() const { return config_; }

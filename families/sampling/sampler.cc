@@ -14,9 +14,18 @@ const Evaluation& At(const SamplerPlan& plan, int64_t evaluation) {
   return plan.evaluations[static_cast<size_t>(evaluation)];
 }
 
-// What brings a level to α² + σ² = 1, the scale that networks were trained at. 1 where it is so already.
-double InputScale(const Level& level) {
-  return level.alpha == 1 && level.sigma > 0 ? 1 / std::sqrt(level.sigma * level.sigma + 1) : 1;
+// What brings a level to the scale that networks were trained at: α² + σ² = 1, which holds already where α is
+// not 1. `deviation`: that of pictures, where it is not 1.
+double InputScale(const Level& level, double deviation) {
+  return level.alpha == 1 && level.sigma > 0
+             ? 1 / std::sqrt(level.sigma * level.sigma + deviation * deviation)
+             : 1;
+}
+
+at::Tensor Thresholded(const at::Tensor& picture, const ThresholdSettings& threshold) {
+  at::Tensor most = picture.abs().flatten(1).quantile(threshold.ratio, 1, /*keepdim=*/true);
+  most = most.clamp(1).clamp_max(threshold.most).view({-1, 1, 1, 1});
+  return picture.clamp(-most, most).div_(most);
 }
 
 }  // namespace
@@ -37,17 +46,17 @@ double Sampler::initial_noise_scale() const { return plan_->initial_noise_scale;
 
 double Sampler::sigma() const {
   const Level& level = plan_->LevelBefore(evaluation_);
-  return std::min<double>(level.sigma / level.alpha, plan_->schedule->sigmas().back());
+  return std::min<double>(level.sigma / level.alpha, plan_->highest);
 }
 
 at::Tensor Sampler::AddNoise(const at::Tensor& picture, const at::Tensor& noise) const {
-  const Level& level = plan_->LevelBefore(evaluation_);
+  const Level& level = plan_->NoisedBefore(evaluation_);
   if (level.sigma == 0) return picture;
   return (picture * level.alpha).add_(noise, level.sigma);
 }
 
 at::Tensor Sampler::ScaleInput(const at::Tensor& x) const {
-  const double scale = InputScale(At(*plan_, evaluation_).level);
+  const double scale = InputScale(At(*plan_, evaluation_).level, plan_->deviation);
   return scale == 1 ? x : x * scale;
 }
 
@@ -60,12 +69,25 @@ at::Tensor Sampler::Step(const at::Tensor& output, const at::Tensor& x) {
 }
 
 at::Tensor Sampler::Picture(const at::Tensor& output, const at::Tensor& x) const {
+  const SolverSettings& solver = plan_->solver;
+  const at::Tensor picture = Predicted(output, x);
+  if (solver.threshold) return Thresholded(picture, *solver.threshold);
+  return solver.clip ? picture.clamp(-*solver.clip, *solver.clip) : picture;
+}
+
+at::Tensor Sampler::Predicted(const at::Tensor& output, const at::Tensor& x) const {
   const Level& level = At(*plan_, evaluation_).level;
-  switch (plan_->schedule->config().prediction) {
+  const Prediction prediction = plan_->schedule->config().prediction;
+  if (plan_->solver.edm) {
+    const double data = plan_->deviation, variance = level.sigma * level.sigma + data * data;
+    const double out = level.sigma * data / std::sqrt(variance);
+    return (x * (data * data / variance)).add_(output, prediction == Prediction::kVelocity ? -out : out);
+  }
+  switch (prediction) {
     case Prediction::kEpsilon:
       return (x - output * level.sigma).div_(level.alpha);
     case Prediction::kVelocity: {
-      const double scale = InputScale(level);
+      const double scale = InputScale(level, 1);
       return (x * (level.alpha * scale * scale)).sub_(output, level.sigma * scale);
     }
     case Prediction::kSample:
@@ -80,13 +102,18 @@ at::Tensor Sampler::Noise(const at::Tensor& output, const at::Tensor& x) const {
     case Prediction::kEpsilon:
       return output;
     case Prediction::kVelocity: {
-      const double scale = InputScale(level);
+      const double scale = InputScale(level, 1);
       return (output * (level.alpha * scale)).add_(x, level.sigma * scale * scale);
     }
     case Prediction::kSample:
       break;
   }
-  return (x - output * level.alpha).div_(level.sigma);
+  return NoiseBeside(output, x);
+}
+
+at::Tensor Sampler::NoiseBeside(const at::Tensor& picture, const at::Tensor& x) const {
+  const Level& level = At(*plan_, evaluation_).level;
+  return (x - picture * level.alpha).div_(level.sigma);
 }
 
 at::Tensor Sampler::Draw(const at::Tensor& like) const {

@@ -7,8 +7,8 @@
 //   while (!sampler->done()) {
 //     const bool ends_step = sampler->ends_step();
 //     x = sampler->Step(network(sampler->ScaleInput(x), sampler->timestep()), x);
-//     if (ends_step) { … sampler->prediction() is a preview;
-//                      inpainting blends with sampler->AddNoise(init_latents, noise) … }
+//     … inpainting blends with sampler->AddNoise(init_latents, noise) …
+//     if (ends_step) … sampler->prediction() is a preview …
 //   }
 //
 // A user's step may take two evaluations of the network (Heun, KDPM2, DPM++ SDE, the first one of PNDM).
@@ -29,6 +29,7 @@
 #include "absl/strings/string_view.h"
 #include "families/sampling/noise.h"
 #include "families/sampling/noise_schedule.h"
+#include "families/sampling/solver_settings.h"
 
 namespace latentd {
 
@@ -56,7 +57,8 @@ class Sampler {
   // What pure noise is multiplied with to start a run that has no picture and no cut.
   double initial_noise_scale() const;
   // A picture brought to the level that x has now; the picture itself after a whole run. Before the first
-  // Step, the start of img2img; after a Step that ends a user's step, the unpainted part of inpainting.
+  // Step, the start of img2img; after a Step, the unpainted part of inpainting. (In the middle of a step of
+  // KDPM2 and DPM++ SDE it is brought to the next step's level, as by diffusers.)
   at::Tensor AddNoise(const at::Tensor& picture, const at::Tensor& noise) const;
 
   // x as the network takes it. REQUIRES: !done().
@@ -80,14 +82,19 @@ class Sampler {
   const SamplerPlan& plan() const { return *plan_; }
   int64_t index() const;  // of the user's step, in the whole plan
   bool second() const;    // whether this is the second evaluation of its step
-  // The picture or the noise that an output stands for, at this evaluation's level.
+  // The picture or the noise that an output stands for, at this evaluation's level; the picture is clipped
+  // where the model's settings say so.
   at::Tensor Picture(const at::Tensor& output, const at::Tensor& x) const;
   at::Tensor Noise(const at::Tensor& output, const at::Tensor& x) const;
+  // What x has beside a picture.
+  at::Tensor NoiseBeside(const at::Tensor& picture, const at::Tensor& x) const;
   at::Tensor Draw(const at::Tensor& like) const;
   void set_prediction(const at::Tensor& prediction) { prediction_ = prediction; }
   void TakeNoise(std::shared_ptr<NoiseSource> noise);  // null: a copy of its own
 
  private:
+  at::Tensor Predicted(const at::Tensor& output, const at::Tensor& x) const;  // Picture, not clipped
+
   std::shared_ptr<const SamplerPlan> plan_;
   std::shared_ptr<NoiseSource> noise_;
   int64_t evaluation_;  // in the whole plan
@@ -105,6 +112,8 @@ struct SamplerOptions {
   std::optional<double> denoising_start, denoising_end;
   // Share of noise: DDIM (0 when absent), TCD (0.3). Others take none.
   std::optional<double> eta;
+  // What the model's settings say; absent: what the sampler's name says.
+  std::optional<SolverSettings> solver;
   // Where noise comes from; absent: a source with seed 0. A caller that wants diffusers' pictures passes the
   // source that it drew the initial latents from.
   std::shared_ptr<NoiseSource> noise;
@@ -127,8 +136,8 @@ const std::vector<SamplerInfo>& AllSamplers();
 absl::StatusOr<SigmaSchedule> ParseSigmaSchedule(absl::string_view name, absl::string_view field);
 
 // Errors: INVALID_ARGUMENT INVALID_FIELD on params.sampler for a name that is not known or that does not go
-// with the model's schedule, params.schedule for a schedule that it does not take, and on params.steps,
-// params.strength, params.denoising_start, params.denoising_end, params.eta.
+// with the model's schedule or settings, params.schedule for a schedule that it does not take, and on
+// params.steps, params.strength, params.denoising_start, params.denoising_end, params.eta.
 absl::StatusOr<std::unique_ptr<Sampler>> MakeSampler(absl::string_view name,
                                                      std::shared_ptr<const NoiseSchedule> schedule,
                                                      const SamplerOptions& options);

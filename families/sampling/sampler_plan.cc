@@ -40,17 +40,27 @@ bool IsRespaced(SigmaSchedule schedule) {
 class PlanBuilder {
  public:
   PlanBuilder(const PlanShape& shape, std::shared_ptr<const NoiseSchedule> schedule,
-              const SamplerOptions& options)
-      : shape_(shape), options_(options), schedule_(*schedule), plan_(std::make_shared<SamplerPlan>()) {
+              const SolverSettings& solver, const SamplerOptions& options)
+      : shape_(shape),
+        options_(options),
+        schedule_(*schedule),
+        solver_(solver),
+        plan_(std::make_shared<SamplerPlan>()) {
     plan_->schedule = std::move(schedule);
+    plan_->solver = solver;
+    plan_->highest = schedule_.sigmas().back();
   }
 
   absl::StatusOr<std::shared_ptr<const SamplerPlan>> Build() {
-    RETURN_IF_ERROR(SetSteps());
-    SetSigmas();
-    const int64_t first = FirstStep();
-    AddEvaluations(first);
-    RETURN_IF_ERROR(SetWindow(first));
+    if (solver_.edm) {
+      RETURN_IF_ERROR(CheckSteps(schedule_.config().train_steps - 1));
+      SetEdm(*solver_.edm);
+    } else {
+      RETURN_IF_ERROR(SetSteps());
+      SetSigmas();
+    }
+    AddEvaluations();
+    RETURN_IF_ERROR(SetWindow(FirstStep()));
     return std::shared_ptr<const SamplerPlan>(std::move(plan_));
   }
 
@@ -70,20 +80,24 @@ class PlanBuilder {
     return options_.schedule == SigmaSchedule::kDefault ? schedule_.config().sigmas : options_.schedule;
   }
 
+  absl::Status CheckSteps(int64_t most) const {
+    if (options_.steps >= 1 && options_.steps <= most) return absl::OkStatus();
+    return FieldError("params.steps",
+                      absl::StrCat("must be from 1 to ", most, " for this sampler; it is ", options_.steps));
+  }
+
   absl::Status SetSteps() {
-    const int64_t train = schedule_.config().train_steps;
+    NoiseScheduleConfig config = schedule_.config();
+    const int64_t train = config.train_steps;
     const bool consistency = shape_.space == Space::kConsistency;
-    const int64_t most = consistency ? std::min(kConsistencySteps, train) : train - 1;
-    if (options_.steps < 1 || options_.steps > most) {
-      return FieldError("params.steps", absl::StrCat("must be from 1 to ", most, " for this sampler; it is ",
-                                                     options_.steps));
-    }
+    RETURN_IF_ERROR(CheckSteps(consistency ? std::min(solver_.original_steps, train) : train - 1));
     if (consistency) {
-      plan_->timesteps = ConsistencyTimesteps(train, options_.steps);
+      plan_->timesteps = ConsistencyTimesteps(train, solver_.original_steps, options_.steps);
       return absl::OkStatus();
     }
     const int64_t points = options_.steps + (shape_.space == Space::kPreserving ? 1 : 0);
-    plan_->timesteps = SpacedTimesteps(schedule_.config(), spacing(), options_.steps, points, sigma_space());
+    config.train_steps -= StepsAbove(solver_.lambda_min);
+    plan_->timesteps = SpacedTimesteps(config, spacing(), options_.steps, points, sigma_space());
     if (plan_->timesteps.front() > static_cast<double>(train - 1)) {
       return FieldError("params.steps", absl::StrCat(options_.steps, " steps and an offset of ",
                                                      schedule_.config().steps_offset,
@@ -92,27 +106,66 @@ class PlanBuilder {
     return absl::OkStatus();
   }
 
+  // Training steps of more noise than e^−λ.
+  int64_t StepsAbove(double lambda) const {
+    const std::vector<float>& sigmas = schedule_.sigmas();
+    return std::count_if(sigmas.begin(), sigmas.end(),
+                         [&](float sigma) { return -std::log(sigma) < lambda; });
+  }
+
+  // Karras et al. 2022, eq. 5, and table 1's c_noise.
+  void SetEdm(const EdmSettings& edm) {
+    const bool exponential = options_.schedule == SigmaSchedule::kDefault
+                                 ? edm.exponential
+                                 : options_.schedule == SigmaSchedule::kExponential;
+    plan_->sigmas = RespacedSigmas(exponential ? SigmaSchedule::kExponential : SigmaSchedule::kKarras,
+                                   edm.sigma_max, edm.sigma_min, options_.steps, edm.rho);
+    EndSigmas(plan_->sigmas.back());
+    for (size_t i = 0; i + 1 < plan_->sigmas.size(); ++i) {
+      plan_->timesteps.push_back(std::log(plan_->sigmas[i]) / 4);
+    }
+    plan_->deviation = edm.data;
+    plan_->highest = edm.sigma_max;
+    plan_->initial_noise_scale = std::hypot(edm.sigma_max, 1);
+  }
+
+  void EndSigmas(double above_zero) {
+    plan_->sigmas.push_back(shape_.ends_above_zero || solver_.ends_above_zero ? above_zero : 0);
+    for (double& sigma : plan_->sigmas) sigma = static_cast<float>(sigma);
+  }
+
   void SetSigmas() {
     std::vector<double>& sigmas = plan_->sigmas;
     std::vector<double>& timesteps = plan_->timesteps;
     const SigmaSchedule kind = sigma_schedule();
     const std::vector<float>& trained = schedule_.sigmas();
-    if (!IsRespaced(kind)) {
-      for (const double t : timesteps) sigmas.push_back(schedule_.SigmaAt(t));
-    } else {
-      if (kind == SigmaSchedule::kAys) {
-        sigmas = AysSigmas(options_.ays, options_.steps);
-      } else {
-        // k-diffusion's solvers keep the ends of the spaced list, the others those of training.
-        const double high = sigma_space() ? schedule_.SigmaAt(timesteps.front()) : trained.back();
-        const double low = sigma_space() ? schedule_.SigmaAt(timesteps.back()) : trained.front();
-        sigmas = RespacedSigmas(kind, high, low, options_.steps);
+    const bool log_linear = solver_.log_linear && sigma_space();
+    if (kind == SigmaSchedule::kAys) {
+      sigmas = AysSigmas(options_.ays, options_.steps);
+    } else if (IsRespaced(kind)) {
+      // k-diffusion's solvers keep the ends of the spaced list, the others those of training.
+      const bool spaced = sigma_space() && !log_linear;
+      double high = spaced ? schedule_.SigmaAt(timesteps.front()) : trained.back();
+      double low = spaced ? schedule_.SigmaAt(timesteps.back()) : trained.front();
+      if (!(shape_.karras_by_itself && kind == SigmaSchedule::kKarras) && kind != SigmaSchedule::kLu) {
+        high = solver_.sigma_max.value_or(high);
+        low = solver_.sigma_min.value_or(low);
       }
+      sigmas = RespacedSigmas(kind, high, low, options_.steps);
+    } else if (log_linear) {  // one more level than steps, so the last of them is where the run ends
+      sigmas =
+          RespacedSigmas(SigmaSchedule::kExponential, trained.back(), trained.front(), options_.steps + 1);
+    } else {
+      for (const double t : timesteps) sigmas.push_back(schedule_.SigmaAt(t));
+    }
+    if (IsRespaced(kind)) {
       for (size_t i = 0; i < sigmas.size(); ++i) timesteps[i] = RespacedTimestep(kind, sigmas[i]);
     }
-    const double last = !shape_.ends_above_zero ? 0 : IsRespaced(kind) ? sigmas.back() : trained.front();
-    sigmas.push_back(last);
-    for (double& sigma : sigmas) sigma = static_cast<float>(sigma);
+    EndSigmas(shape_.ends_in_list && IsRespaced(kind) ? sigmas.back() : trained.front());
+    sigmas.resize(timesteps.size() + 1);
+    if (solver_.continuous && sigma_space()) {
+      for (size_t i = 0; i < timesteps.size(); ++i) timesteps[i] = std::log(sigmas[i]) / 4;
+    }
     if (sigma_space()) {
       const double high = *std::max_element(sigmas.begin(), sigmas.end());
       plan_->initial_noise_scale = spacing() == TimestepSpacing::kLeading ? std::hypot(high, 1) : high;
@@ -122,20 +175,16 @@ class PlanBuilder {
   double RespacedTimestep(SigmaSchedule kind, double sigma) const {
     const double t = schedule_.TimestepOf(sigma);
     if (sigma_space()) return shape_.rounds_karras && kind == SigmaSchedule::kKarras ? std::nearbyint(t) : t;
-    const bool rounded = kind == SigmaSchedule::kKarras || kind == SigmaSchedule::kAys;
-    return rounded ? std::nearbyint(t) : std::floor(t);
+    bool rounded = kind == SigmaSchedule::kKarras || kind == SigmaSchedule::kLu;
+    if (shape_.floors_cosine && schedule_.config().betas == BetaSchedule::kSquaredCosine) rounded = false;
+    return rounded || kind == SigmaSchedule::kAys ? std::nearbyint(t) : std::floor(t);
   }
 
-  // Where strength enters; a cut is made in the list of evaluations, but for PLMS, whose list begins with it.
+  // Where strength enters; a cut is made in the list of evaluations.
   int64_t FirstStep() const {
     const int64_t steps = options_.steps;
-    if (!options_.denoising_start) {
-      return steps - std::min(static_cast<int64_t>(static_cast<double>(steps) * options_.strength), steps);
-    }
-    if (shape_.stages != Stages::kRepeatedFirst) return 0;
-    const auto below = std::count_if(plan_->timesteps.begin(), plan_->timesteps.end(),
-                                     [&](double t) { return t < Cutoff(*options_.denoising_start); });
-    return steps - below;
+    if (options_.denoising_start) return 0;
+    return steps - std::min(static_cast<int64_t>(static_cast<double>(steps) * options_.strength), steps);
   }
 
   double Cutoff(double share) const {
@@ -146,31 +195,43 @@ class PlanBuilder {
   void Add(int64_t step, bool second, double sigma, double timestep) {
     Evaluation e;
     e.timestep = timestep;
-    e.level = LevelOf(shape_.space, schedule_, sigma, timestep);
+    e.level = solver_.edm ? Level{1, sigma} : LevelOf(shape_.space, schedule_, sigma, timestep);
+    e.noised = e.level;
     e.step = step;
     e.second = second;
     plan_->evaluations.push_back(e);
   }
 
-  void AddEvaluations(int64_t first) {
+  void AddEvaluations() {
     const std::vector<double>& sigmas = plan_->sigmas;
     const std::vector<double>& timesteps = plan_->timesteps;
     const int64_t steps = options_.steps;
-    const bool plms = shape_.stages == Stages::kRepeatedFirst;
-    for (int64_t step = plms ? first : 0; step < steps; ++step) {
+    for (int64_t step = 0; step < steps; ++step) {
       const auto i = static_cast<size_t>(step);
       Add(step, false, sigmas[i], timesteps[i]);
+      if (shape_.stages == Stages::kRepeatedFirst && step == 1) Add(step, false, sigmas[i], timesteps[i]);
       if (step + 1 == steps) break;
-      if (shape_.stages == Stages::kNextLevel || (plms && step == first)) {
+      if (shape_.stages == Stages::kNextLevel) {
         Add(step, true, sigmas[i + 1], timesteps[i + 1]);
       } else if (shape_.stages == Stages::kMiddle || shape_.stages == Stages::kAncestralMiddle) {
         const bool ancestral = shape_.stages == Stages::kAncestralMiddle;
         const double to = ancestral ? SplitAncestral(sigmas[i], sigmas[i + 1]).down : sigmas[i + 1];
         const double middle = LogMiddle(sigmas[i], to);
         Add(step, true, middle, schedule_.TimestepOf(middle));
+        plan_->evaluations.back().noised = {1, sigmas[i + 1]};
       }
     }
     plan_->final_level = Level{};
+  }
+
+  // Where a run enters the list of PLMS, it begins with its two evaluations of one step.
+  void RenumberSteps(int64_t begin) {
+    const auto size = static_cast<int64_t>(plan_->evaluations.size());
+    for (int64_t i = begin; i < size; ++i) {
+      Evaluation& e = plan_->evaluations[static_cast<size_t>(i)];
+      e.step = std::max<int64_t>(i - begin - 1, 0);
+      e.second = i == begin + 1;
+    }
   }
 
   absl::Status SetWindow(int64_t first) {
@@ -178,10 +239,12 @@ class PlanBuilder {
     const auto size = static_cast<int64_t>(list.size());
     const bool pairs = shape_.stages == Stages::kNextLevel || shape_.stages == Stages::kMiddle ||
                        shape_.stages == Stages::kAncestralMiddle;
+    const bool plms = shape_.stages == Stages::kRepeatedFirst;
     int64_t begin =
         std::find_if(list.begin(), list.end(), [&](const Evaluation& e) { return e.step >= first; }) -
         list.begin();
-    if (options_.denoising_start && shape_.stages != Stages::kRepeatedFirst) {
+    if (plms && first < options_.steps) begin = first;
+    if (options_.denoising_start) {
       int64_t run = Count(0, size, [&](double t) { return t < Cutoff(*options_.denoising_start); });
       if (pairs && run % 2 == 0) ++run;  // never between the two evaluations of a step
       begin = size - run;
@@ -196,6 +259,7 @@ class PlanBuilder {
                                                                  : "params.strength";
       return FieldError(field, absl::StrCat("leaves none of ", options_.steps, " steps to run"));
     }
+    if (plms) RenumberSteps(begin);
     for (int64_t i = begin; i < end; ++i) {
       Evaluation& e = list[static_cast<size_t>(i)];
       e.ends_step = i + 1 == end || list[static_cast<size_t>(i) + 1].step != e.step;
@@ -214,6 +278,7 @@ class PlanBuilder {
   const PlanShape& shape_;
   const SamplerOptions& options_;
   const NoiseSchedule& schedule_;
+  const SolverSettings& solver_;
   std::shared_ptr<SamplerPlan> plan_;
 };
 
@@ -229,6 +294,15 @@ const Level& SamplerPlan::LevelBefore(int64_t evaluation) const {
   return i < evaluations.size() ? evaluations[i].level : final_level;
 }
 
+const Level& SamplerPlan::NoisedBefore(int64_t evaluation) const {
+  const auto i = static_cast<size_t>(evaluation);
+  return i < evaluations.size() ? evaluations[i].noised : final_level;
+}
+
+Level SamplerPlan::LevelAt(double sigma) const {
+  return solver.edm ? Level{1, sigma} : PreservingLevel(sigma);
+}
+
 AncestralSplit SplitAncestral(double sigma, double next) {
   // In this form nothing cancels: up² + down² = next², and down = next²/sigma.
   const double down = next * next / sigma;
@@ -239,8 +313,9 @@ double LogMiddle(double a, double b) { return a > 0 && b > 0 ? std::sqrt(a * b) 
 
 absl::StatusOr<std::shared_ptr<const SamplerPlan>> MakePlan(const PlanShape& shape,
                                                             std::shared_ptr<const NoiseSchedule> schedule,
+                                                            const SolverSettings& solver,
                                                             const SamplerOptions& options) {
-  return PlanBuilder(shape, std::move(schedule), options).Build();
+  return PlanBuilder(shape, std::move(schedule), solver, options).Build();
 }
 
 }  // namespace latentd

@@ -9,6 +9,7 @@
 #include "cache/error.h"
 #include "families/sampling/sampler.h"
 #include "families/sampling/sampler_plan.h"
+#include "families/sampling/scheduler_config.h"
 #include "families/sampling/solver.h"
 
 namespace latentd {
@@ -27,66 +28,98 @@ struct Row {
   std::optional<double> eta;     // its default; absent: takes none
 };
 
-constexpr PlanShape Sigma(Stages stages, bool rounds_karras = false) {
-  return {Space::kSigma, stages, rounds_karras, false, false};
+constexpr PlanShape Sigma(Stages stages) {
+  PlanShape shape;
+  shape.stages = stages;
+  return shape;
 }
-constexpr PlanShape Preserving(bool ends_above_zero = false, bool only_linspace = false) {
-  return {Space::kPreserving, Stages::kOne, false, ends_above_zero, only_linspace};
+constexpr PlanShape Kdpm2(Stages stages) {
+  PlanShape shape = Sigma(stages);
+  shape.rounds_karras = true;
+  return shape;
 }
-constexpr PlanShape AlphaBar(Stages stages) { return {Space::kAlphaBar, stages, false, false, false}; }
-constexpr PlanShape kConsistency = {Space::kConsistency, Stages::kOne, false, false, false};
+constexpr PlanShape KarrasByItself(Stages stages) {
+  PlanShape shape = Sigma(stages);
+  shape.karras_by_itself = true;
+  return shape;
+}
+constexpr PlanShape Preserving() {
+  PlanShape shape;
+  shape.space = Space::kPreserving;
+  return shape;
+}
+constexpr PlanShape Multistep() {
+  PlanShape shape = Preserving();
+  shape.floors_cosine = true;
+  return shape;
+}
+constexpr PlanShape SingleStep() {
+  PlanShape shape = Preserving();
+  shape.only_linspace = true;
+  return shape;
+}
+constexpr PlanShape EndsInList(bool above_zero) {
+  PlanShape shape = Preserving();
+  shape.ends_in_list = true;
+  shape.ends_above_zero = above_zero;
+  return shape;
+}
+constexpr PlanShape AlphaBar(Stages stages) {
+  PlanShape shape = Sigma(stages);
+  shape.space = Space::kAlphaBar;
+  return shape;
+}
+constexpr PlanShape Consistency() {
+  PlanShape shape;
+  shape.space = Space::kConsistency;
+  return shape;
+}
 
 const std::vector<Row>& Rows() {
   static const auto* rows = new std::vector<Row>{
       {"ddim", "DDIM", AlphaBar(Stages::kOne), MakeDdim, false, false, 0.0},
       {"ddpm", "DDPM, ancestral", AlphaBar(Stages::kOne), MakeDdpm, true, false, {}},
-      {"deis", "DEIS, multistep of order 2", Preserving(true), MakeDeis, false, true, {}},
-      {"lms", "linear multistep of order 4", Sigma(Stages::kOne), MakeLms, false, true, {}},
+      {"deis", "DEIS, multistep of order 2", EndsInList(true), MakeDeis, false, true, {}},
+      {"lms", "linear multistep of order 4", KarrasByItself(Stages::kOne), MakeLms, false, true, {}},
       {"pndm", "PNDM, linear multistep", AlphaBar(Stages::kRepeatedFirst), MakePndm, false, false, {}},
       {"heun", "Heun", Sigma(Stages::kNextLevel), MakeHeun, false, true, {}},
       {"euler", "Euler", Sigma(Stages::kOne), MakeEuler, false, true, {}},
       {"euler_a", "Euler, ancestral", Sigma(Stages::kOne), MakeEulerAncestral, true, false, {}},
-      {"kdpm_2", "DPM2 of k-diffusion", Sigma(Stages::kMiddle, true), MakeKdpm2, false, true, {}},
+      {"kdpm_2", "DPM2 of k-diffusion", Kdpm2(Stages::kMiddle), MakeKdpm2, false, true, {}},
       {"kdpm_2_a",
        "DPM2 of k-diffusion, ancestral",
-       Sigma(Stages::kAncestralMiddle, true),
+       Kdpm2(Stages::kAncestralMiddle),
        MakeKdpm2Ancestral,
        true,
        true,
        {}},
-      {"dpmpp_2s",
-       "DPM-Solver++ of order 2, single step",
-       Preserving(false, true),
-       MakeDpm2s,
-       false,
-       true,
-       {}},
-      {"dpmpp_2m", "DPM-Solver++ of order 2, multistep", Preserving(), MakeDpm2m, false, true, {}},
+      {"dpmpp_2s", "DPM-Solver++ of order 2, single step", SingleStep(), MakeDpmSingleStep, false, true, {}},
+      {"dpmpp_2m", "DPM-Solver++ of order 2, multistep", Multistep(), MakeDpmMultistep, false, true, {}},
       {"dpmpp_2m_sde",
        "DPM-Solver++ of order 2, multistep, with noise",
-       Preserving(),
-       MakeDpm2mSde,
+       Multistep(),
+       MakeDpmMultistep,
        true,
        true,
        {}},
-      {"dpmpp_3m", "DPM-Solver++ of order 3, multistep", Preserving(), MakeDpm3m, false, true, {}},
+      {"dpmpp_3m", "DPM-Solver++ of order 3, multistep", Multistep(), MakeDpmMultistep, false, true, {}},
       {"dpmpp_sde",
        "DPM-Solver++ with noise, two evaluations a step",
-       Sigma(Stages::kMiddle),
+       KarrasByItself(Stages::kMiddle),
        MakeDpmSde,
        true,
        true,
        {}},
       {"er_sde", "extended reverse-time SDE of order 3", Preserving(), MakeErSde, true, false, {}},
-      {"unipc", "UniPC of order 2", Preserving(), MakeUniPc, false, true, {}},
+      {"unipc", "UniPC of order 2", EndsInList(false), MakeUniPc, false, true, {}},
       {"lcm",
        "latent consistency, for models and LoRAs distilled for it",
-       kConsistency,
+       Consistency(),
        MakeLcm,
        true,
        false,
        {}},
-      {"tcd", "trajectory consistency, for models and LoRAs distilled for it", kConsistency, MakeTcd, true,
+      {"tcd", "trajectory consistency, for models and LoRAs distilled for it", Consistency(), MakeTcd, true,
        false, 0.3},
   };
   return *rows;
@@ -150,15 +183,35 @@ absl::Status CheckSchedule(absl::string_view name, const Found& found, SigmaSche
                                  NamesThat([](const SamplerInfo& i) { return i.respaced; })));
 }
 
-absl::Status CheckModel(absl::string_view name, const Row& row, const NoiseScheduleConfig& config) {
-  if (BySigma(row)) return absl::OkStatus();
-  const bool pndm = row.shape.stages == Stages::kRepeatedFirst;
-  if (pndm && config.prediction == Prediction::kSample) {
-    return FieldError("params.sampler", absl::StrCat("'", name,
-                                                     "' is not for models that predict the picture; use "
-                                                     "'ddim' or 'euler'"));
+absl::Status CheckModel(absl::string_view name, const Row& row, Prediction prediction) {
+  if (row.shape.stages != Stages::kRepeatedFirst || prediction != Prediction::kSample)
+    return absl::OkStatus();
+  return FieldError("params.sampler", absl::StrCat("'", name,
+                                                   "' is not for models that predict the picture; use "
+                                                   "'ddim' or 'euler'"));
+}
+
+// What EDM's models have no word for: cuts at training steps and other lists of levels.
+absl::Status CheckEdm(const SamplerOptions& options) {
+  for (const auto& [field, set] :
+       {std::pair<const char*, bool>{"params.denoising_start", options.denoising_start.has_value()},
+        {"params.denoising_end", options.denoising_end.has_value()}}) {
+    if (set) return FieldError(field, "is a share of training steps, which this model (EDM) does not have");
   }
-  if (config.zero_terminal_snr && (pndm || config.prediction == Prediction::kEpsilon)) {
+  const SigmaSchedule schedule = options.schedule;
+  if (schedule == SigmaSchedule::kDefault || schedule == SigmaSchedule::kKarras ||
+      schedule == SigmaSchedule::kExponential) {
+    return absl::OkStatus();
+  }
+  return FieldError("params.schedule", "must be 'karras' or 'exponential' for this model (EDM)");
+}
+
+// From a level without a picture nothing leads to one but the velocity, or the picture itself.
+absl::Status CheckLevels(absl::string_view name, const Row& row, const SamplerPlan& plan) {
+  const bool divides = row.shape.stages == Stages::kRepeatedFirst ||
+                       plan.schedule->config().prediction == Prediction::kEpsilon;
+  for (int64_t i = plan.begin; divides && i < plan.end; ++i) {
+    if (plan.evaluations[static_cast<size_t>(i)].level.alpha > 0) continue;
     return FieldError("params.sampler",
                       absl::StrCat("'", name,
                                    "' divides by the picture's share of the first level, which is 0 with "
@@ -232,12 +285,15 @@ absl::StatusOr<std::unique_ptr<Sampler>> MakeSampler(absl::string_view name,
   }
   const Row& row = *found.row;
   RETURN_IF_ERROR(CheckSchedule(name, found, options.schedule));
-  RETURN_IF_ERROR(CheckModel(name, row, schedule->config()));
+  RETURN_IF_ERROR(CheckModel(name, row, schedule->config().prediction));
   RETURN_IF_ERROR(CheckRanges(name, row, options));
   SamplerOptions planned = options;
   if (found.karras) planned.schedule = SigmaSchedule::kKarras;
+  const SolverSettings solver = options.solver ? *options.solver : SettingsByName(row.name);
+  if (solver.edm) RETURN_IF_ERROR(CheckEdm(planned));
   SolverInputs inputs;
-  ASSIGN_OR_RETURN(inputs.plan, MakePlan(row.shape, std::move(schedule), planned));
+  ASSIGN_OR_RETURN(inputs.plan, MakePlan(row.shape, std::move(schedule), solver, planned));
+  RETURN_IF_ERROR(CheckLevels(name, row, *inputs.plan));
   inputs.noise = options.noise != nullptr ? options.noise : std::make_shared<NoiseSource>(0);
   inputs.eta = options.eta.value_or(row.eta.value_or(0));
   return row.make(inputs);

@@ -10,6 +10,7 @@
 #include "cache/error.h"
 #include "families/sampling/beta_quantile.h"
 #include "families/sampling/sampler_plan.h"
+#include "families/sampling/scheduler_config.h"
 #include "families/sampling/sigma_list.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -43,12 +44,15 @@ std::unique_ptr<Sampler> Make(absl::string_view name, const SamplerOptions& opti
   return *std::move(sampler);
 }
 
+void ExpectFieldError(const absl::Status& status, const std::string& field, const std::string& text) {
+  ASSERT_FALSE(status.ok()) << field;
+  EXPECT_EQ(ErrorReason(status), "INVALID_FIELD");
+  EXPECT_EQ(GetErrorDetails(status)["field"], field);
+  EXPECT_THAT(std::string(status.message()), HasSubstr(text));
+}
 void ExpectFieldError(const absl::StatusOr<std::unique_ptr<Sampler>>& sampler, const std::string& field,
                       const std::string& text) {
-  ASSERT_FALSE(sampler.ok()) << field;
-  EXPECT_EQ(ErrorReason(sampler.status()), "INVALID_FIELD");
-  EXPECT_EQ(GetErrorDetails(sampler.status())["field"], field);
-  EXPECT_THAT(std::string(sampler.status().message()), HasSubstr(text));
+  ExpectFieldError(sampler.status(), field, text);
 }
 
 at::Tensor StepOnce(Sampler& sampler, const at::Tensor& x) {
@@ -235,34 +239,75 @@ TEST(SigmaListTest, PublishedTableIsItsOwnInterpolation) {
   EXPECT_NEAR(AysSigmas(AysTable::kSdxl, 20)[1], std::sqrt(14.615 * 6.315), 1e-12);
 }
 
-class NoiseScheduleTest : public testing::Test {
+class SchedulerConfigTest : public testing::Test {
  protected:
-  static absl::StatusOr<std::shared_ptr<const NoiseSchedule>> Load(const std::string& text) {
-    const std::string path = absl::StrCat(testing::TempDir(), "/noise_schedule.", getpid(), ".json");
-    std::ofstream(path) << text;
-    auto schedule = NoiseSchedule::Load(path);
-    std::remove(path.c_str());
-    return schedule;
+  // `settings` beside a class.
+  static absl::StatusOr<std::shared_ptr<const SchedulerConfig>> Load(const std::string& of,
+                                                                     const std::string& settings,
+                                                                     SchedulerSource source = {}) {
+    source.path = absl::StrCat(testing::TempDir(), "/scheduler_config.", getpid(), ".json");
+    const std::string comma = settings.empty() ? "" : ", ";
+    std::ofstream(source.path) << "{\"_class_name\": \"" << of << "\"" << comma << settings << "}";
+    auto config = SchedulerConfig::Load(source);
+    std::remove(source.path.c_str());
+    return config;
+  }
+  static void ExpectRefused(const std::string& of, const std::string& settings, const std::string& named) {
+    const absl::Status status = Load(of, settings).status();
+    EXPECT_EQ(ErrorReason(status), "UNSUPPORTED_MODEL") << of << " " << settings << ": " << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(named)) << settings;
   }
 };
 
-TEST_F(NoiseScheduleTest, WhatChangesTheMeaningOfAModelIsRefused) {
-  EXPECT_TRUE(Load(R"({"clip_sample": false, "trained_betas": null, "skip_prk_steps": true, "x": 1})").ok());
-  for (const char* text :
-       {R"({"clip_sample": true})", R"({"thresholding": true})", R"({"trained_betas": [0.1]})",
-        R"({"beta_schedule": "sigmoid"})", R"({"prediction_type": "flow_prediction"})",
-        R"({"timestep_spacing": "even"})", R"({"beta_start": 0.5, "beta_end": 0.1})",
-        R"({"num_train_timesteps": 1})", R"({"final_sigmas_type": "sigma_min"})",
-        R"({"timestep_type": "continuous"})", R"({"use_flow_sigmas": true})",
-        R"({"_class_name": "FlowMatchEulerDiscreteScheduler"})",
-        R"({"use_karras_sigmas": true, "use_beta_sigmas": true})"}) {
-    EXPECT_EQ(ErrorReason(Load(text).status()), "UNSUPPORTED_MODEL") << text;
+constexpr char kEuler[] = "EulerDiscreteScheduler", kDpm[] = "DPMSolverMultistepScheduler";
+
+TEST_F(SchedulerConfigTest, WhatIsNotFollowedIsRefusedByName) {
+  EXPECT_TRUE(Load(kEuler, R"("clip_sample": true, "trained_betas": null, "x": 1)").ok()) << "not its keys";
+  for (const char* scheduler :
+       {"FlowMatchEulerDiscreteScheduler", "IPNDMScheduler", "SASolverScheduler", "Euler"}) {
+    ExpectRefused(scheduler, "", scheduler);
   }
-  EXPECT_EQ(ErrorReason(Load("[]").status()), "CORRUPT_FILE");
+  ExpectRefused("", "", "without a class");
+  for (const auto& [settings, named] : std::vector<std::pair<std::string, std::string>>{
+           {R"("trained_betas": [0.1])", "trained_betas"},
+           {R"("num_train_timesteps": 2, "trained_betas": [0.1, 1.5])", "trained_betas"},
+           {R"("beta_schedule": "sigmoid")", "beta_schedule sigmoid"},
+           {R"("prediction_type": "flow_prediction")", "prediction_type flow_prediction"},
+           {R"("timestep_spacing": "even")", "timestep_spacing even"},
+           {R"("beta_start": 0.5, "beta_end": 0.1)", "beta_end below beta_start"},
+           {R"("num_train_timesteps": 1)", "num_train_timesteps"},
+           {R"("final_sigmas_type": "one")", "final_sigmas_type one"},
+           {R"("timestep_type": "odd")", "timestep_type odd"},
+           {R"("interpolation_type": "cubic")", "interpolation_type cubic"},
+           {R"("sigma_min": 3, "sigma_max": 2)", "sigma_max below sigma_min"},
+           {R"("use_karras_sigmas": true, "use_beta_sigmas": true)", "more than one kind of sigmas"}}) {
+    ExpectRefused(kEuler, settings, named);
+  }
+  ExpectRefused(kDpm, R"("use_flow_sigmas": true)", "use_flow_sigmas");
+  ExpectRefused(kDpm, R"("solver_order": 4)", "solver_order 4");
+  ExpectRefused(kDpm, R"("algorithm_type": "dpmsolver")", "final_sigmas_type zero");
+  ExpectRefused(kDpm, R"("algorithm_type": "euler")", "algorithm_type euler");
+  ExpectRefused(kDpm, R"("solver_type": "exact")", "solver_type exact");
+  ExpectRefused(kDpm, R"("variance_type": "learned")", "variance_type learned");
+  ExpectRefused(kDpm, R"("lambda_min_clipped": -2, "timestep_spacing": "trailing")", "lambda_min_clipped");
+  ExpectRefused("UniPCMultistepScheduler", R"("predict_x0": false)", "predict_x0");
+  ExpectRefused("UniPCMultistepScheduler", R"("lower_order_final": false)", "lower_order_final false");
+  ExpectRefused("UniPCMultistepScheduler", R"("shift_terminal": 0.1)", "shift_terminal");
+  ExpectRefused("UniPCMultistepScheduler", R"("use_dynamic_shifting": true)", "use_dynamic_shifting");
+  ExpectRefused("PNDMScheduler", "", "skip_prk_steps");
+  ExpectRefused("DDPMScheduler", R"("variance_type": "learned_range")", "variance_type learned_range");
+  ExpectRefused("DPMSolverSDEScheduler", R"("noise_sampler_seed": 1)", "noise_sampler_seed");
+  ExpectRefused("KDPM2DiscreteScheduler", R"("prediction_type": "sample")", "prediction_type sample");
+  ExpectRefused("LCMScheduler", R"("original_inference_steps": 1001)", "original_inference_steps");
+  ExpectRefused("EDMEulerScheduler", R"("sigma_schedule": "beta")", "sigma_schedule beta");
+  ExpectRefused("EDMEulerScheduler", R"("sigma_min": 100)", "sigma_max below sigma_min");
+  SchedulerSource missing;
+  missing.path = testing::TempDir() + "/none.json";
+  EXPECT_EQ(ErrorReason(SchedulerConfig::Load(missing).status()), "MISSING_FILE");
 }
 
-TEST_F(NoiseScheduleTest, TimestepsAndLevelsAreInverse) {
-  const auto schedule = Load("{}").value();
+TEST_F(SchedulerConfigTest, TimestepsAndLevelsAreInverse) {
+  const auto schedule = NoiseSchedule::Create({});
   for (const double t : {0.0, 1.0, 17.25, 500.0, 998.5, 999.0}) {
     EXPECT_NEAR(schedule->TimestepOf(schedule->SigmaAt(t)), t, 1e-2) << t;
   }
@@ -271,13 +316,73 @@ TEST_F(NoiseScheduleTest, TimestepsAndLevelsAreInverse) {
   EXPECT_NEAR(schedule->sigmas().back(), 14.6146, 1e-3) << "SD 1.5's highest level";
 }
 
-TEST_F(NoiseScheduleTest, ModelsLevelsAreTheDefault) {
-  const auto karras = Load(R"({"use_karras_sigmas": true})").value();
-  auto implied = *MakeSampler("dpmpp_2m", karras, Steps(5)),
-       named = *MakeSampler("dpmpp_2m_k", karras, Steps(5));
+TEST_F(SchedulerConfigTest, ModelsLevelsAreTheDefault) {
+  const auto karras = Load(kDpm, R"("use_karras_sigmas": true)").value();
+  SamplerOptions options = Steps(5);
+  options.solver = karras->own().solver;
+  auto implied = *MakeSampler("dpmpp_2m", karras->own().schedule, options),
+       named = *MakeSampler("dpmpp_2m_k", karras->own().schedule, options);
   const at::Tensor x = at::ones({1, 4, 2, 2});
   EXPECT_TRUE(at::equal(Finish(*implied, x), Finish(*named, x)));
-  EXPECT_TRUE(MakeSampler("ddim", karras, Steps(5)).ok()) << "which does not look at them";
+  EXPECT_EQ(karras->For("euler")->schedule->config().sigmas, SigmaSchedule::kKarras);
+  EXPECT_EQ(karras->For("euler_a")->schedule->config().sigmas, SigmaSchedule::kDefault) << "has no such key";
+}
+
+TEST_F(SchedulerConfigTest, AnotherSamplerTakesWhatItsClassHas) {
+  const auto config =
+      Load(kDpm, R"("solver_order": 3, "algorithm_type": "sde-dpmsolver++", "solver_type": "heun",
+      "beta_schedule": "scaled_linear", "rescale_betas_zero_snr": true, "final_sigmas_type": "sigma_min",
+      "clip_sample_range": 2, "steps_offset": 3)")
+          .value();
+  EXPECT_EQ(config->sampler(), "dpmpp_2m_sde");
+  EXPECT_EQ(config->For("dpmpp_2m_sde_k")->solver.order, 3) << "the model's own";
+  const SamplerSettings plain = config->For("dpmpp_2m").value();
+  EXPECT_EQ(plain.solver.order, 2);
+  EXPECT_FALSE(plain.solver.noisy);
+  EXPECT_TRUE(plain.solver.heun);
+  EXPECT_EQ(config->For("deis")->solver.order, 3);
+  EXPECT_TRUE(config->For("euler")->solver.ends_above_zero);
+  EXPECT_FALSE(config->For("heun")->solver.ends_above_zero);
+  EXPECT_TRUE(config->For("ddim")->schedule->config().zero_terminal_snr);
+  EXPECT_FALSE(config->For("heun")->schedule->config().zero_terminal_snr);
+  EXPECT_EQ(config->For("ddim")->schedule->config().steps_offset, 3);
+  EXPECT_EQ(config->For("ddim")->solver.clip, 2) << "clip_sample is what DDIM does when nothing is said";
+  EXPECT_EQ(config->For("lcm")->solver.clip, std::nullopt);
+  EXPECT_EQ(config->For("heun")->schedule->config().betas, BetaSchedule::kScaledLinear);
+  EXPECT_EQ(config->For("heun")->schedule->config().beta_start, 0.00085);
+  EXPECT_EQ(config->For("lms")->schedule->config().beta_start, 0.0001);
+  ExpectFieldError(Load(kDpm, R"("beta_schedule": "squaredcos_cap_v2", "prediction_type": "sample")")
+                       .value()
+                       ->For("pndm")
+                       .status(),
+                   "params.sampler", "prediction_type sample");
+}
+
+TEST_F(SchedulerConfigTest, PipelinesOfSd1SetTwoKeysThemselves) {
+  SchedulerSource sd1;
+  sd1.sd1 = true;
+  for (const auto& [source, offset, clip] :
+       {std::tuple{SchedulerSource{}, 0, std::optional<double>(1)}, {sd1, 1, std::optional<double>()}}) {
+    const auto config = Load("DDIMScheduler", R"("clip_sample": true)", source).value();
+    EXPECT_EQ(config->own().schedule->config().steps_offset, offset);
+    EXPECT_EQ(config->own().solver.clip, clip);
+    EXPECT_EQ(config->For("dpmpp_2s")->schedule->config().steps_offset, 0) << "has no such key";
+  }
+}
+
+TEST_F(SchedulerConfigTest, EdmHasFewSamplersAndNoTrainingSteps) {
+  const auto config = Load("EDMEulerScheduler", "").value();
+  EXPECT_EQ(config->sampler(), "euler");
+  EXPECT_TRUE(config->For("dpmpp_3m_k")->solver.edm.has_value());
+  ExpectFieldError(config->For("ddim").status(), "params.sampler", "EDMEulerScheduler");
+  SamplerOptions options = Steps(4);
+  options.solver = config->own().solver;
+  EXPECT_TRUE(MakeSampler("euler", config->own().schedule, options).ok());
+  options.denoising_end = 0.5;
+  ExpectFieldError(MakeSampler("euler", config->own().schedule, options), "params.denoising_end", "EDM");
+  options.denoising_end.reset();
+  options.schedule = SigmaSchedule::kBeta;
+  ExpectFieldError(MakeSampler("euler", config->own().schedule, options), "params.schedule", "EDM");
 }
 
 }  // namespace

@@ -48,16 +48,19 @@ std::vector<double> SpacedTimesteps(const NoiseScheduleConfig& config, TimestepS
   return timesteps;
 }
 
-std::vector<double> RespacedSigmas(SigmaSchedule schedule, double high, double low, int64_t steps) {
-  constexpr double kRho = 7;
+std::vector<double> RespacedSigmas(SigmaSchedule schedule, double high, double low, int64_t steps,
+                                   double rho) {
   constexpr double kBetaShape = 0.6;
   std::vector<double> sigmas;
   for (int64_t i = 0; i < steps; ++i) {
     const double ramp = Ramp(i, steps);
     double sigma = 0;
     if (schedule == SigmaSchedule::kKarras) {
-      const double from = std::pow(high, 1 / kRho), to = std::pow(low, 1 / kRho);
-      sigma = std::pow(from + ramp * (to - from), kRho);
+      const double from = std::pow(high, 1 / rho), to = std::pow(low, 1 / rho);
+      sigma = std::pow(from + ramp * (to - from), rho);
+    } else if (schedule == SigmaSchedule::kLu) {  // whose ends are fp32 numbers, and so at whole timesteps
+      const double from = static_cast<float>(std::log(high)), to = static_cast<float>(std::log(low));
+      sigma = std::exp(from + ramp * (to - from));
     } else if (schedule == SigmaSchedule::kExponential) {
       sigma = std::exp(std::log(high) + ramp * (std::log(low) - std::log(high)));
     } else {
@@ -81,13 +84,13 @@ std::vector<double> AysSigmas(AysTable table, int64_t steps) {
   return sigmas;
 }
 
-std::vector<double> ConsistencyTimesteps(int64_t train_steps, int64_t steps) {
-  const int64_t stride = train_steps / kConsistencySteps;
+std::vector<double> ConsistencyTimesteps(int64_t train_steps, int64_t original, int64_t steps) {
+  const int64_t stride = train_steps / original;
   std::vector<double> timesteps;
   for (int64_t i = 0; i < steps; ++i) {
-    const auto skipped = static_cast<int64_t>(
-        static_cast<double>(i) * (static_cast<double>(kConsistencySteps) / static_cast<double>(steps)));
-    timesteps.push_back(static_cast<double>((kConsistencySteps - skipped) * stride - 1));
+    const auto skipped = static_cast<int64_t>(static_cast<double>(i) *
+                                              (static_cast<double>(original) / static_cast<double>(steps)));
+    timesteps.push_back(static_cast<double>((original - skipped) * stride - 1));
   }
   return timesteps;
 }

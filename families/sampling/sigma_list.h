@@ -18,17 +18,17 @@ namespace latentd {
 std::vector<double> SpacedTimesteps(const NoiseScheduleConfig& config, TimestepSpacing spacing, int64_t steps,
                                     int64_t points, bool broken);
 
-// `steps` levels from `high` to `low`. REQUIRES: `schedule` is kKarras, kExponential or kBeta; high > low >
-// 0.
-std::vector<double> RespacedSigmas(SigmaSchedule schedule, double high, double low, int64_t steps);
+// `steps` levels from `high` to `low`. `rho` is that of Karras levels. REQUIRES: `schedule` is kKarras,
+// kExponential, kLu or kBeta; high > low > 0.
+std::vector<double> RespacedSigmas(SigmaSchedule schedule, double high, double low, int64_t steps,
+                                   double rho = 7);
 
 // The first `steps` levels of the published table of ten steps; other numbers by interpolation in log σ.
 std::vector<double> AysSigmas(AysTable table, int64_t steps);
 
-// Timesteps of consistency distillation: `steps` of the 50 that LCM was trained on. Luo et al. 2023, "Latent
-// Consistency Models", §4.3. REQUIRES: 1 <= steps <= kConsistencySteps.
-inline constexpr int64_t kConsistencySteps = 50;
-std::vector<double> ConsistencyTimesteps(int64_t train_steps, int64_t steps);
+// Timesteps of consistency distillation: `steps` of the `original` ones that a model was distilled at. Luo et
+// al. 2023, "Latent Consistency Models", §4.3. REQUIRES: 1 <= steps <= original <= train_steps.
+std::vector<double> ConsistencyTimesteps(int64_t train_steps, int64_t original, int64_t steps);
 
 }  // namespace latentd
 

@@ -58,10 +58,8 @@ std::unique_ptr<Sampler> MakeLms(const SolverInputs& inputs);
 std::unique_ptr<Sampler> MakeDpmSde(const SolverInputs& inputs);
 
 // dpm_solvers.cc: exponential integrators in log σ.
-std::unique_ptr<Sampler> MakeDpm2m(const SolverInputs& inputs);
-std::unique_ptr<Sampler> MakeDpm3m(const SolverInputs& inputs);
-std::unique_ptr<Sampler> MakeDpm2mSde(const SolverInputs& inputs);
-std::unique_ptr<Sampler> MakeDpm2s(const SolverInputs& inputs);
+std::unique_ptr<Sampler> MakeDpmMultistep(const SolverInputs& inputs);
+std::unique_ptr<Sampler> MakeDpmSingleStep(const SolverInputs& inputs);
 
 // multistep_solvers.cc
 std::unique_ptr<Sampler> MakeDeis(const SolverInputs& inputs);

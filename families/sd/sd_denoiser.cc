@@ -8,8 +8,6 @@
 namespace latentd {
 namespace {
 
-constexpr double kTrainSteps = 1000;
-
 class SdDenoiser : public Denoiser {
  public:
   explicit SdDenoiser(SdRun run) : run_(std::move(run)) {
@@ -116,18 +114,28 @@ class SdDenoiser : public Denoiser {
         const at::Tensor output =
             run_.predictor(w, sampler->ScaleInput(x), more, sampler->timestep(), guidance);
         x = sampler->Step(output, x);
+        // After a step it is done for all tiles at once.
+        if (!ends && picture.original.defined()) {
+          x = KeepOriginal(tile.Of(picture.original), tile.Of(picture.noise), tile.Of(run_.mask.mask),
+                           *sampler, x);
+        }
       }
       results.push_back(x);
       after.samplers.push_back(std::move(sampler));
     }
     after.x = MergeTiles(run_.tiles, results, before.x.size(2), before.x.size(3));
-    if (picture.original.defined()) after.x = KeepOriginal(picture, *after.samplers.front(), after.x);
+    if (picture.original.defined()) {
+      after.x =
+          KeepOriginal(picture.original, picture.noise, run_.mask.mask, *after.samplers.front(), after.x);
+    }
     return after;
   }
 
-  at::Tensor KeepOriginal(const SdPicture& picture, const Sampler& sampler, const at::Tensor& x) const {
-    const at::Tensor places = RepaintedPlaces(run_.mask, sampler.done() ? 0 : sampler.timestep());
-    return (1 - places) * sampler.AddNoise(picture.original, picture.noise) + places * x;
+  at::Tensor KeepOriginal(const at::Tensor& original, const at::Tensor& noise, const at::Tensor& mask,
+                          const Sampler& sampler, const at::Tensor& x) const {
+    const SdMask part{mask, run_.mask.gradient, run_.mask.train_steps};
+    const at::Tensor places = RepaintedPlaces(part, sampler.done() ? 0 : sampler.timestep());
+    return (1 - places) * sampler.AddNoise(original, noise) + places * x;
   }
 
   SdRun run_;
@@ -140,7 +148,7 @@ class SdDenoiser : public Denoiser {
 
 at::Tensor RepaintedPlaces(const SdMask& mask, double next_timestep) {
   if (!mask.gradient) return mask.mask;
-  return mask.mask.gt(next_timestep / kTrainSteps).to(mask.mask.scalar_type());
+  return mask.mask.gt(next_timestep / static_cast<double>(mask.train_steps)).to(mask.mask.scalar_type());
 }
 
 std::unique_ptr<Denoiser> MakeSdDenoiser(SdRun run) { return std::make_unique<SdDenoiser>(std::move(run)); }

@@ -3,6 +3,7 @@
 #ifndef LATENTD_FAMILIES_SD_SD_DENOISER_H_
 #define LATENTD_FAMILIES_SD_SD_DENOISER_H_
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -29,8 +30,9 @@ struct SdPicture {
 // Which places are repainted, where the network does not know.
 struct SdMask {
   at::Tensor mask;  // [1, 1, h, w], 1: repainted; undefined: all of it
-  // A place is repainted as soon as the noise level is below it: t/1000 < mask.
+  // A place is repainted as soon as the noise level is below it: t/train_steps < mask.
   bool gradient = false;
+  int64_t train_steps = 1000;  // of the model
 };
 
 struct SdRun {
@@ -46,8 +48,8 @@ struct SdRun {
 };
 std::unique_ptr<Denoiser> MakeSdDenoiser(SdRun run);
 
-// The places that come from the model after a step; `next_timestep` is that of the next one, 0 after the
-// last. [1, 1, h, w], 0 to 1.
+// The places that come from the model after an evaluation; `next_timestep` is that of the next one, 0 after
+// the last. [1, 1, h, w], 0 to 1.
 at::Tensor RepaintedPlaces(const SdMask& mask, double next_timestep);
 
 }  // namespace latentd

@@ -139,19 +139,50 @@ absl::StatusOr<Component> DescribeVaeOf(const std::shared_ptr<const WeightFiles>
   return DescribeVae(base + "/vae", std::move(files), parts.vae);
 }
 
-absl::StatusOr<std::shared_ptr<const NoiseSchedule>> ReadSchedule(
-    const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base) {
-  ASSIGN_OR_RETURN(auto schedule, NoiseSchedule::Load(base + "/scheduler/scheduler_config.json"));
-  if (checkpoint == nullptr || !Has(*checkpoint, "v_pred")) return schedule;
-  // Trainers leave empty tensors of these names behind.
-  NoiseScheduleConfig config = schedule->config();
-  config.prediction = Prediction::kVelocity;
-  if (Has(*checkpoint, "ztsnr")) {
-    config.zero_terminal_snr = true;
-    config.spacing = TimestepSpacing::kTrailing;
-  }
-  return NoiseSchedule::Create(config);
+constexpr char kPlayground[] = "edm_mean", kCosXl[] = "edm_vpred.sigma_max";
+
+// A checkpoint whose marks say that it was trained as EDM's models are is drawn with a scheduler of theirs.
+absl::Status CheckEdm(const WeightFiles& checkpoint, const SchedulerConfig& scheduler) {
+  const bool velocity = Has(checkpoint, kCosXl);
+  if (!velocity && !Has(checkpoint, kPlayground)) return absl::OkStatus();
+  const Prediction wanted = velocity ? Prediction::kVelocity : Prediction::kEpsilon;
+  const SamplerSettings& own = scheduler.own();
+  if (own.solver.edm && own.schedule->config().prediction == wanted) return absl::OkStatus();
+  return Unsupported(absl::StrCat(
+      "the file's ", velocity ? kCosXl : kPlayground, " says that it is an EDM model",
+      velocity ? " of velocity" : "",
+      ", and the scheduler that its base lends it is of another kind; give it a base whose scheduler is "
+      "EDMEulerScheduler or EDMDPMSolverMultistepScheduler",
+      velocity ? " with prediction_type v_prediction" : ""));
 }
+
+// The second word of ["diffusers", "EulerDiscreteScheduler"].
+std::string SchedulerClassOf(const std::string& folder) {
+  absl::StatusOr<JsonConfig> json = JsonConfig::Load(folder + "/model_index.json");
+  if (!json.ok()) return "";
+  const std::vector<std::string> names = json->Strings("scheduler", {});
+  return json->status().ok() && names.size() == 2 ? names[1] : "";
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const SchedulerConfig>> ReadScheduler(
+    const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base, SdKind kind) {
+  SchedulerSource source;
+  source.path = base + "/scheduler/scheduler_config.json";
+  source.class_name = SchedulerClassOf(base);
+  source.sd1 = kind == SdKind::kSd15;
+  if (checkpoint != nullptr) {
+    // Trainers leave empty tensors of these names behind.
+    source.velocity = Has(*checkpoint, "v_pred");
+    source.zero_terminal_snr = source.velocity && Has(*checkpoint, "ztsnr");
+  }
+  ASSIGN_OR_RETURN(auto scheduler, SchedulerConfig::Load(source));
+  if (checkpoint != nullptr) RETURN_IF_ERROR(CheckEdm(*checkpoint, *scheduler));
+  return scheduler;
+}
+
+namespace {
 
 // The parts come from different files: they must fit each other.
 absl::Status CheckFit(const SdParts& parts) {
@@ -219,31 +250,11 @@ absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind) {
   ASSIGN_OR_RETURN(Component vae, DescribeVaeOf(checkpoint, base, parts));
   parts.components.push_back(std::move(unet));
   parts.components.push_back(std::move(vae));
-  ASSIGN_OR_RETURN(parts.schedule, ReadSchedule(checkpoint, base));
+  ASSIGN_OR_RETURN(parts.scheduler, ReadScheduler(checkpoint, base, kind));
   RETURN_IF_ERROR(CheckFit(parts));
   parts.variant = parts.unet->config().in_channels == parts.unet->config().out_channels ? "base" : "inpaint";
-  parts.defaults.sampler = UsualSampler(base);
+  parts.defaults.sampler = parts.scheduler->sampler();
   return parts;
-}
-
-std::string UsualSampler(const std::string& folder) {
-  auto json = JsonConfig::Load(folder + "/scheduler/scheduler_config.json");
-  const std::string name = json.ok() ? json->String("_class_name", "") : "";
-  for (const auto& [scheduler, sampler] : {std::pair<absl::string_view, const char*>{"PNDMScheduler", "pndm"},
-                                           {"EulerAncestralDiscreteScheduler", "euler_a"},
-                                           {"DDIMScheduler", "ddim"},
-                                           {"DDPMScheduler", "ddpm"},
-                                           {"DPMSolverMultistepScheduler", "dpmpp_2m"},
-                                           {"DPMSolverSinglestepScheduler", "dpmpp_2s"},
-                                           {"UniPCMultistepScheduler", "unipc"},
-                                           {"HeunDiscreteScheduler", "heun"},
-                                           {"LMSDiscreteScheduler", "lms"},
-                                           {"DEISMultistepScheduler", "deis"},
-                                           {"LCMScheduler", "lcm"},
-                                           {"TCDScheduler", "tcd"}}) {
-    if (name == scheduler) return sampler;
-  }
-  return "euler";
 }
 
 }  // namespace latentd

@@ -7,11 +7,13 @@
 #ifndef LATENTD_FAMILIES_SD_SD_OPEN_H_
 #define LATENTD_FAMILIES_SD_SD_OPEN_H_
 
+#include <memory>
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
+#include "cache/weight_files.h"
 #include "families/family.h"
+#include "families/sampling/scheduler_config.h"
 #include "families/sd/sd_pipeline.h"
 
 namespace latentd {
@@ -28,8 +30,11 @@ absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind);
 // The folder whose settings describe the model.
 const std::string& BaseFolder(const ModelFiles& files);
 
-// The sampler that a model's scheduler is one of ("euler_a").
-std::string UsualSampler(const std::string& folder);
+// The scheduler of a model in `base`, and what marks in its checkpoint (null: a folder) say of it. Its class
+// is that of model_index.json. Errors: those of SchedulerConfig::Load; UNSUPPORTED_MODEL for marks of EDM
+// that the folder's scheduler does not fit.
+absl::StatusOr<std::shared_ptr<const SchedulerConfig>> ReadScheduler(
+    const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base, SdKind kind);
 
 }  // namespace latentd
 

@@ -179,6 +179,10 @@ absl::Status SdPipeline::ValidatePictures(GenerateParams& params) const {
   } else if (params.gradient_mask) {
     return FieldError("params.gradient_mask", "needs a mask");
   }
+  const SamplerSettings& own = parts_.scheduler->own();
+  if (params.gradient_mask.value_or(false) && (own.solver.edm || own.solver.continuous)) {
+    return FieldError("params.gradient_mask", "compares with training steps, which this model does not have");
+  }
   if (params.denoising_start && !params.init_latents.defined() && !params.init_image.defined()) {
     return FieldError("params.denoising_start", "needs the latents of another model's run, or an init image");
   }
@@ -207,7 +211,9 @@ absl::StatusOr<std::unique_ptr<Sampler>> SdPipeline::NewSampler(const GeneratePa
   if (params.schedule) {
     ASSIGN_OR_RETURN(options.schedule, ParseSigmaSchedule(*params.schedule, "params.schedule"));
   }
-  auto sampler = MakeSampler(*params.sampler, parts_.schedule, options);
+  ASSIGN_OR_RETURN(SamplerSettings settings, parts_.scheduler->For(*params.sampler));
+  options.solver = std::move(settings.solver);
+  auto sampler = MakeSampler(*params.sampler, std::move(settings.schedule), options);
   if (!sampler.ok()) return InRequestTerms(sampler.status());
   return sampler;
 }
@@ -477,6 +483,7 @@ absl::StatusOr<std::unique_ptr<Denoiser>> SdPipeline::Begin(const GenerateParams
   SdMask mask;
   if (params.mask_image.defined()) {
     mask.gradient = params.gradient_mask.value_or(false);
+    mask.train_steps = parts_.scheduler->own().schedule->config().train_steps;
     mask.mask = LatentMask(PixelMask(params, /*binary=*/!mask.gradient), parts_.vae->config().scale());
   }
 

@@ -18,8 +18,8 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "families/family.h"
-#include "families/sampling/noise_schedule.h"
 #include "families/sampling/sampler.h"
+#include "families/sampling/scheduler_config.h"
 #include "families/sd/sd_predictor.h"
 #include "families/sd/sd_text.h"
 #include "families/sd/sd_tiles.h"
@@ -41,7 +41,7 @@ struct SdParts {
   std::shared_ptr<const UNet2DCondition> unet;
   std::vector<SdEncoder> encoders;  // their hidden states stand side by side in this order
   std::shared_ptr<const AutoencoderKl> vae;
-  std::shared_ptr<const NoiseSchedule> schedule;
+  std::shared_ptr<const SchedulerConfig> scheduler;
   LatentPreview preview;
   bool zeros_without_negative = false;  // no negative prompt is a conditioning of zeros, not an empty text
 };

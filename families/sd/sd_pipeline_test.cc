@@ -29,7 +29,7 @@ SdParts Parts(const UNetConfig& config) {
   AutoencoderKlConfig vae;
   vae.channels = {32, 32, 32, 32};
   parts.vae = std::make_shared<const AutoencoderKl>(vae);
-  parts.schedule = NoiseSchedule::Create({});
+  parts.scheduler = SchedulerConfig::Of(NoiseSchedule::Create({}));
   return parts;
 }
 

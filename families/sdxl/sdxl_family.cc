@@ -24,7 +24,7 @@ constexpr double kScaling = 0.13025;
 // Distilled models are told by their scheduler alone.
 bool IsTurbo(const SdParts& parts) {
   return parts.defaults.sampler == "euler_a" &&
-         parts.schedule->config().spacing == TimestepSpacing::kTrailing;
+         parts.scheduler->own().schedule->config().spacing == TimestepSpacing::kTrailing;
 }
 
 }  // namespace

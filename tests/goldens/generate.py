@@ -62,6 +62,7 @@ def main() -> None:
     import models
     import prompts
     import samplers
+    import schedulers
     import sd_cases
     import sd_loras
     import sd_models
@@ -86,6 +87,7 @@ def main() -> None:
     sd_tiles.write_all(args.out)
     embeddings.write_all(args.out)
     samplers.write_all(args.out)
+    schedulers.write_all(args.out)
     file.write_text(wanted)
 
 

@@ -1,7 +1,7 @@
 """What diffusers' schedulers make of a network that is a formula: timesteps, levels, and x after every evaluation.
 
 A case is a sampler, a scheduler_config.json, a number of steps and settings. Where diffusers lacks something
-(ER-SDE; a schedule on a sampler; its warm-up in the midst of a list) the few lines for it are here.
+(ER-SDE; a schedule on a sampler) the few lines for it are here.
 
 How exactly a case can be met depends on the case: some go down from σ = 4096 by differences of large numbers, and
 processors round exp and log differently. So each case says how far diffusers itself moves when what it computes with
@@ -63,7 +63,7 @@ SAMPLERS = {    # class, its settings, schedules
 NOISY = {"euler_a", "kdpm_2_a", "dpmpp_2m_sde", "ddpm", "lcm", "tcd"}
 TWICE = {"heun", "kdpm_2", "kdpm_2_a", "dpmpp_sde"}
 ABSENT = {      # not implemented in diffusers, or not a number there (σ of 20000)
-    "sample": {"euler_a", "kdpm_2", "kdpm_2_a", "dpmpp_sde", "pndm"}, "v-zero-snr": {"pndm", "kdpm_2_a"},
+    "sample": {"euler_a", "kdpm_2", "kdpm_2_a", "dpmpp_sde", "pndm"},
     "cosine": {"euler_a", "kdpm_2_a"}}
 
 
@@ -171,8 +171,6 @@ def make(name: str, model: str, schedule: str, steps: int, table: str):
     # Some prepare a thousand steps when they are made, which takes long and is done again below.
     with patch.object(cls, "set_timesteps", lambda self, *_: setattr(self, "sigmas", torch.zeros(1))):
         scheduler = cls(**{k: v for k, v in config.items() if k in known})
-    if config.get("rescale_betas_zero_snr") and "rescale_betas_zero_snr" not in known:
-        scheduler.alphas_cumprod = make("euler", model, "", steps, table).alphas_cumprod
     scheduler.set_timesteps(steps)
     if schedule == "ays":
         other = make("euler", model, "", steps, table)
@@ -188,14 +186,7 @@ def make(name: str, model: str, schedule: str, steps: int, table: str):
 def window(name: str, scheduler, steps: int, strength, start, end) -> tuple[list, int, int]:
     """The evaluations' timesteps, and which of them are run: as StableDiffusionXLImg2ImgPipeline counts them."""
     t = scheduler.timesteps
-    if name == "pndm":      # every run begins with the doubled step
-        own = torch.cat([t[:1], t[2:]]) if steps > 1 else t
-        first = steps - min(int(steps * strength), steps)
-        if start is not None:
-            first = int((own >= round(1000 - start * 1000)).sum())
-        t = torch.cat([own[first:first + 1], own[first + 1:first + 2], own[first + 1:]])
-        begin = 0
-    elif start is None:
+    if start is None:
         begin = (steps - min(int(steps * strength), steps)) * (2 if name in TWICE else 1)
     else:
         count = int((t < round(1000 - start * 1000)).sum())
@@ -252,8 +243,6 @@ def run(name: str, model: str, steps: int, schedule: str = "", strength: float =
             options = {"generator": generator} if name in NOISY or eta else {}
             if eta is not None:
                 options["eta"] = eta
-            if name == "lms":       # not more slopes than the run has seen
-                options["order"] = min(i - begin + 1, 4)
             result = scheduler.step(output, t, x, **{k: v for k, v in options.items() if k in known})
             x, prediction = result.prev_sample, result.get("pred_original_sample", result.get("denoised"))
         seen["x"].append(x)

@@ -9,6 +9,7 @@
 #include "absl/strings/str_split.h"
 #include "families/sampling/guidance.h"
 #include "families/sampling/sampler.h"
+#include "families/sampling/scheduler_config.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/goldens/golden.h"
@@ -94,7 +95,7 @@ void Compare(const Golden& golden, const std::string& prefix, const std::string&
     if (golden.Has(prefix + "prediction")) {
       worst.Add(worst.prediction, RelativeError(sampler.prediction(), golden[prefix + "prediction"][i]), at);
     }
-    if (ends && (!sampler.done() || !options.denoising_end)) {
+    if (!sampler.done() || !options.denoising_end) {
       worst.Add(worst.noised, RelativeError(sampler.AddNoise(picture, noise), noised[i]), at);
     }
     if (testing::Test::HasFailure()) return;
@@ -121,18 +122,23 @@ TEST_P(SamplerGolden, EveryEvaluationIsThatOfDiffusers) {
     for (absl::string_view pair : absl::StrSplit(rows[i], ',')) {
       settings.insert(std::pair<std::string, std::string>(absl::StrSplit(pair, absl::MaxSplits('=', 1))));
     }
-    auto schedule =
-        NoiseSchedule::Load(GoldenPath(absl::StrCat("noise-schedules/", settings["model"], ".json")));
-    ASSERT_TRUE(schedule.ok()) << schedule.status();
+    SchedulerSource source;
+    source.path = GoldenPath(absl::StrCat("noise-schedules/", settings["model"], ".json"));
+    source.class_name = "EulerDiscreteScheduler";
+    const auto config = SchedulerConfig::Load(source);
+    ASSERT_TRUE(config.ok()) << config.status();
+    const auto model = (*config)->For(name);
+    ASSERT_TRUE(model.ok()) << model.status();
     worst.tolerance = kTolerance + kWobbles * golden[absl::StrCat(i, ".wobble")].item<double>();
     for (const std::string& called : {name, name + "_k"}) {
       const bool twin = called != name;
       if (twin && (settings["schedule"] != "karras" || !Known(called))) continue;
-      const SamplerOptions options = OptionsOf(settings, twin);
-      auto sampler = MakeSampler(called, *schedule, options);
+      SamplerOptions options = OptionsOf(settings, twin);
+      options.solver = model->solver;
+      auto sampler = MakeSampler(called, model->schedule, options);
       ASSERT_TRUE(sampler.ok()) << rows[i] << ": " << sampler.status();
-      Compare(golden, absl::StrCat(i, "."), called, called + ": " + rows[i], options, **schedule, **sampler,
-              worst);
+      Compare(golden, absl::StrCat(i, "."), called, called + ": " + rows[i], options, *model->schedule,
+              **sampler, worst);
       if (HasFailure()) return;
       ++count;
     }

@@ -144,7 +144,8 @@ INSTANTIATE_TEST_SUITE_P(All, SdRunGolden,
                                          "sd15-embedding", "sd15-embedding-cut", "sd15-embedding-compel",
                                          "sd15-embedding-long", "sdxl-embedding", "sdxl-embedding-compel",
                                          "sd15-schedule", "sd15-schedule-image", "sd15-joined",
-                                         "sdxl-schedule-joined"),
+                                         "sdxl-schedule-joined", "sd15-blend-heun", "sd15-blend-pndm",
+                                         "sd15-image-lms", "sd15-image-pndm", "sdxl-blend-kdpm_2_a"),
                          [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 struct Single {

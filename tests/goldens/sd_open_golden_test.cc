@@ -3,12 +3,14 @@
 
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <sstream>
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "cache/error.h"
+#include "families/sd/sd_open.h"
 #include "families/sd/sd_pipeline.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -123,13 +125,89 @@ TEST_F(SdOpenGolden, FoldersAreOfOneFamilyAndSayWhatTheyAre) {
 
 TEST_F(SdOpenGolden, ATrailingAncestralSchedulerIsADistilledModels) {
   Copy("tiny-sdxl");
-  Replace("scheduler/scheduler_config.json", "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler");
+  // The class is that of model_index.json, whichever saved the settings.
+  Replace("model_index.json", "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler");
   Replace("scheduler/scheduler_config.json", "\"leading\"", "\"trailing\"");
   auto pipeline = Find(files_)->Open(files_);
   ASSERT_TRUE(pipeline.ok()) << pipeline.status();
   EXPECT_EQ((*pipeline)->variant(), "turbo");
   EXPECT_EQ((*pipeline)->defaults().guidance, 0);
   EXPECT_EQ((*pipeline)->defaults().steps, 4);
+}
+
+TEST_F(SdOpenGolden, SchedulersThatNoSamplerStandsForAreRefusedByName) {
+  Copy("tiny-sdxl");
+  Replace("model_index.json", "EulerDiscreteScheduler", "IPNDMScheduler");
+  EXPECT_EQ(ErrorReason(OpenStatus()), "UNSUPPORTED_MODEL");
+  EXPECT_THAT(std::string(OpenStatus().message()), HasSubstr("IPNDMScheduler"));
+}
+
+TEST_F(SdOpenGolden, AModelOfEdmIsDrawnByItsOwnSamplersOnly) {
+  Copy("tiny-sdxl");
+  Replace("model_index.json", "EulerDiscreteScheduler", "EDMEulerScheduler");
+  auto pipeline = Find(files_)->Open(files_);
+  ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+  EXPECT_EQ((*pipeline)->defaults().sampler, "euler");
+  for (const auto& [field, change] :
+       std::vector<std::pair<std::string, std::function<void(GenerateParams&)>>>{
+           {"", [](GenerateParams&) {}},
+           {"", [](GenerateParams& p) { p.sampler = "dpmpp_2m"; }},
+           {"params.sampler", [](GenerateParams& p) { p.sampler = "ddim"; }},
+           {"params.denoising_end", [](GenerateParams& p) { p.denoising_end = 0.5; }},
+           {"params.schedule", [](GenerateParams& p) { p.schedule = "beta"; }},
+           {"params.gradient_mask", [](GenerateParams& p) {
+              p.init_image = p.mask_image = at::zeros({64, 64, 3}, at::kByte);
+              p.gradient_mask = true;
+            }}}) {
+    GenerateParams params;
+    change(params);
+    const absl::Status status = (*pipeline)->Validate(params);
+    EXPECT_EQ(field.empty() ? "" : GetErrorDetails(status)["field"], field) << status;
+    EXPECT_EQ(status.ok(), field.empty()) << status;
+  }
+}
+
+// A checkpoint with tensors of these names and nothing else.
+std::shared_ptr<const WeightFiles> Marks(const std::string& path, const std::vector<std::string>& names) {
+  std::string header;
+  for (const std::string& name : names) {
+    const size_t at = 4 * static_cast<size_t>(&name - names.data());
+    absl::StrAppend(&header, header.empty() ? "{" : ", ", "\"", name,
+                    "\": {\"dtype\": \"F32\", \"shape\": [1], \"data_offsets\": [", at, ", ", at + 4, "]}");
+  }
+  header += "}";
+  const auto size = static_cast<uint64_t>(header.size());
+  std::ofstream file(path, std::ios::binary);
+  file.write(reinterpret_cast<const char*>(&size), sizeof(size));
+  file << header << std::string(4 * names.size(), '\0');
+  file.close();
+  auto files = WeightFiles::Open(path);
+  EXPECT_TRUE(files.ok()) << files.status();
+  return files.ok() ? *files : nullptr;
+}
+
+TEST_F(SdOpenGolden, MarksInACheckpointGoBeforeItsBasesScheduler) {
+  Copy("tiny-sdxl");
+  const auto read = [&](const std::vector<std::string>& names) {
+    return ReadScheduler(Marks(folder_ + "/marks.safetensors", names), folder_, SdKind::kSdxl);
+  };
+  EXPECT_EQ((*read({"x"}))->own().schedule->config().prediction, Prediction::kEpsilon);
+  EXPECT_EQ((*read({"v_pred"}))->own().schedule->config().prediction, Prediction::kVelocity);
+  EXPECT_FALSE((*read({"v_pred"}))->own().schedule->config().zero_terminal_snr);
+  const auto both = *read({"v_pred", "ztsnr"});
+  EXPECT_TRUE(both->own().schedule->config().zero_terminal_snr);
+  EXPECT_EQ(both->own().schedule->config().spacing, TimestepSpacing::kTrailing);
+  EXPECT_FALSE(both->For("heun")->schedule->config().zero_terminal_snr) << "diffusers' class has it not";
+  for (const char* mark : {"edm_mean", "edm_vpred.sigma_max"}) {
+    const absl::Status status = read({mark}).status();
+    EXPECT_EQ(ErrorReason(status), "UNSUPPORTED_MODEL");
+    EXPECT_THAT(std::string(status.message()), HasSubstr(mark));
+  }
+  Replace("model_index.json", "EulerDiscreteScheduler", "EDMDPMSolverMultistepScheduler");
+  EXPECT_TRUE(read({"edm_mean"}).ok());
+  EXPECT_FALSE(read({"edm_vpred.sigma_max"}).ok());
+  Replace("scheduler/scheduler_config.json", "\"epsilon\"", "\"v_prediction\"");
+  EXPECT_TRUE(read({"edm_vpred.sigma_max"}).ok());
 }
 
 TEST_F(SdOpenGolden, OtherTasksAndVersionsAreRefusedByName) {

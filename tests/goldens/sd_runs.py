@@ -165,6 +165,14 @@ def write_all(out: Path) -> None:
         strength=0.8)
     run(out, "sd15-blend-all", "tiny-sd15", **odd, steps=4, seeds=[20], init=init, mask=mask, strength=1.0,
         sampler="euler_a")
+    for sampler in ("heun", "pndm"):      # two evaluations in all steps, and in the first
+        run(out, f"sd15-blend-{sampler}", "tiny-sd15", **odd, steps=5, seeds=[26], init=init, mask=mask, strength=0.8,
+            sampler=sampler)
+    for sampler in ("lms", "pndm"):       # which enter the list out of step
+        run(out, f"sd15-image-{sampler}", "tiny-sd15", **odd, steps=7, seeds=[27], init=init, strength=0.6,
+            sampler=sampler)
+    run(out, "sdxl-blend-kdpm_2_a", "tiny-sdxl", **odd, steps=4, seeds=[28], init=init, mask=mask, strength=0.8,
+        sampler="kdpm_2_a")
     run(out, "sd15-concat", "tiny-sd15-inpaint", **even, steps=4, seeds=[21, 22], negative=negative, init=init,
         mask=mask, strength=1.0)
     run(out, "sd15-concat-some", "tiny-sd15-inpaint", **odd, steps=6, seeds=[23], init=init, mask=mask, strength=0.7,
