@@ -87,7 +87,7 @@ v1::DeviceStats ToProto(const Device& device, const DeviceStats& stats) {
 grpc::ServerUnaryReactor* CacheServiceImpl::GetCacheStats(grpc::CallbackServerContext* context,
                                                           const v1::GetCacheStatsRequest*,
                                                           v1::GetCacheStatsResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     const absl::Time now = absl::Now();
     const CacheStats stats = core_->cache->Stats();
     for (const RecordStats& record : stats.records) *response->add_records() = ToProto(record, now);
@@ -122,7 +122,7 @@ grpc::ServerUnaryReactor* CacheServiceImpl::GetCacheStats(grpc::CallbackServerCo
 grpc::ServerUnaryReactor* CacheServiceImpl::TrimCache(grpc::CallbackServerContext* context,
                                                       const v1::TrimCacheRequest* request,
                                                       v1::TrimCacheResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorkerForAdmin(core_, context, response, "TrimCache", [=, this]() -> absl::Status {
     if (request->bytes() < 0) return FieldError("bytes", "must not be negative");
     response->set_freed_bytes(
         core_->cache->Trim(request->has_bytes() ? request->bytes() : MemoryBudget::kUnlimited));
@@ -133,7 +133,7 @@ grpc::ServerUnaryReactor* CacheServiceImpl::TrimCache(grpc::CallbackServerContex
 grpc::ServerUnaryReactor* CacheServiceImpl::DropModel(grpc::CallbackServerContext* context,
                                                       const v1::DropModelRequest* request,
                                                       v1::DropModelResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorkerForAdmin(core_, context, response, "DropModel", [=, this]() -> absl::Status {
     // Every generation of the files counts, those too that were replaced or removed since.
     ASSIGN_OR_RETURN(const std::vector<std::string> ids, core_->pins->Ids(request->name()));
     core_->catalog->Forget(request->name());
@@ -151,7 +151,7 @@ grpc::ServerUnaryReactor* CacheServiceImpl::DropModel(grpc::CallbackServerContex
 grpc::ServerUnaryReactor* CacheServiceImpl::LoadModel(grpc::CallbackServerContext* context,
                                                       const v1::LoadModelRequest* request,
                                                       v1::LoadModelResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     RETURN_IF_ERROR(core_->CheckAccepting());
     ASSIGN_OR_RETURN(
         const PinBoard::Loaded loaded,
@@ -167,7 +167,7 @@ grpc::ServerUnaryReactor* CacheServiceImpl::LoadModel(grpc::CallbackServerContex
 grpc::ServerUnaryReactor* CacheServiceImpl::UnloadModel(grpc::CallbackServerContext* context,
                                                         const v1::UnloadModelRequest* request,
                                                         v1::UnloadModelResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorkerForAdmin(core_, context, response, "UnloadModel", [=, this]() -> absl::Status {
     ASSIGN_OR_RETURN(const DropResult result, core_->pins->Unload(request->name()));
     response->set_evicted_records(result.evicted_records);
     response->set_evicted_bytes(result.evicted_bytes);
@@ -179,7 +179,7 @@ grpc::ServerUnaryReactor* CacheServiceImpl::UnloadModel(grpc::CallbackServerCont
 grpc::ServerUnaryReactor* CacheServiceImpl::SetCap(grpc::CallbackServerContext* context,
                                                    const v1::SetCapRequest* request,
                                                    v1::SetCapResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorkerForAdmin(core_, context, response, "SetCap", [=, this]() -> absl::Status {
     MemoryBudget* budget = request->budget() == core_->ram->name() ? core_->ram.get() : nullptr;
     for (const auto& device : core_->devices) {
       if (!device->uses_host_memory() && device->name() == request->budget()) budget = &device->budget();

@@ -48,6 +48,23 @@ const std::vector<ConfigKey>& Table() {
       {"max_connections", &Config::max_connections,
        "Open connections; more are closed at once. Less where the limit of open files asks for it.",
        Unit::kNone, 1, kMany},
+      {"max_connections_per_peer", &Config::max_connections_per_peer,
+       "Open connections from one IP address, or of one user on a Unix socket; auto: three quarters of "
+       "max_connections.",
+       Unit::kNone, 1, kMany, true},
+      {"max_streams_per_connection", &Config::max_streams_per_connection,
+       "Calls at a time on one connection; auto: max_sessions and 64 more, at least 128.", Unit::kNone, 1,
+       kMany, true},
+      {"max_request_bytes", &Config::max_request_bytes,
+       "Request messages on their way in and answers that wait to be read, of all clients together; never "
+       "less than max_message_bytes.",
+       Unit::kBytes, kMiB, kAnySize},
+      {"request_timeout", &Config::request_timeout,
+       "A connection that says nothing and a call without a request are ended after this time, and so is one "
+       "whose request stands still for three times as long."},
+      {"admin_over_tcp", &Config::admin_over_tcp,
+       "Let clients on TCP change caps, trim, drop and unload, and delete or replace uploads. Without it only "
+       "those on a Unix socket may."},
       {"reflection", &Config::reflection, "Answer gRPC reflection, which grpcurl needs."},
       {"health", &Config::health, "Answer grpc.health.v1."},
       {"devices", &Config::devices,
@@ -461,6 +478,16 @@ absl::StatusOr<Config> ReadConfig(const std::string& file, const std::map<std::s
 }
 
 }  // namespace
+
+int64_t MaxConnectionsPerPeer(const Config& config) {
+  if (config.max_connections_per_peer > 0) return config.max_connections_per_peer;
+  return std::max<int64_t>(1, config.max_connections * 3 / 4);
+}
+
+int64_t MaxStreamsPerConnection(const Config& config) {
+  if (config.max_streams_per_connection > 0) return config.max_streams_per_connection;
+  return std::max<int64_t>(128, config.max_sessions + 64);
+}
 
 absl::Span<const ConfigKey> ConfigKeys() { return Table(); }
 

@@ -30,6 +30,11 @@ struct Config {
   std::vector<std::string> listen = DefaultListenAddresses();
   bool allow_insecure_bind = false;
   int64_t max_connections = 256;
+  int64_t max_connections_per_peer = 0;
+  int64_t max_streams_per_connection = 0;
+  int64_t max_request_bytes = int64_t{96} << 20;
+  absl::Duration request_timeout = absl::Seconds(10);
+  bool admin_over_tcp = false;
   bool reflection = true;
   bool health = true;
 
@@ -92,6 +97,12 @@ struct ConfigKey {
   std::vector<std::string> choices = {};  // of a string; empty: any text
   bool zero_is_never = false;             // a Duration with has_auto: "0" is another way to say "never"
 };
+
+// "auto" of max_connections_per_peer: three quarters of max_connections. Of max_streams_per_connection: room
+// for every session that the server may have and for other calls, so that a client beyond max_sessions is
+// told so and does not wait in its own library.
+int64_t MaxConnectionsPerPeer(const Config& config);
+int64_t MaxStreamsPerConnection(const Config& config);
 
 // All keys, in the order in which they are shown.
 absl::Span<const ConfigKey> ConfigKeys();

@@ -16,6 +16,8 @@
 namespace latentd {
 namespace {
 
+constexpr int kStreamWindow = 64 * 1024;
+
 // Bound on what is left after Drain has ended all sessions: replies on their way out.
 constexpr auto kShutdownGrace = std::chrono::seconds(2);
 
@@ -24,7 +26,10 @@ const char* const kServiceNames[] = {"latentd.v1.DenoiseService", "latentd.v1.Mo
 
 void SetTransportOptions(grpc::ServerBuilder& builder, const Config& config) {
   builder.SetMaxReceiveMessageSize(static_cast<int>(config.max_message_bytes));
-  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 128);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(MaxStreamsPerConnection(config)));
+  // Windows that do not grow: what gRPC holds of a request that nobody has asked for yet.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kStreamWindow);
   // A peer that is gone without a word is noticed within 40 seconds; a session may be silent for long.
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
@@ -56,7 +61,13 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
   grpc::ServerBuilder builder;
   SetTransportOptions(builder, config);
   ASSIGN_OR_RETURN(daemon->listener_,
-                   Listener::Bind({.addresses = config.listen, .max_connections = config.max_connections}));
+                   Listener::Bind({.addresses = config.listen,
+                                   .max_connections = config.max_connections,
+                                   .max_connections_per_peer = MaxConnectionsPerPeer(config),
+                                   .http2 = {.max_streams = MaxStreamsPerConnection(config),
+                                             .max_message_bytes = config.max_message_bytes,
+                                             .request_timeout = config.request_timeout},
+                                   .request_memory = core->requests.get()}));
   daemon->listener_->AddTo(builder, grpc::InsecureServerCredentials());
   builder.RegisterService(&daemon->services_->denoise);
   builder.RegisterService(&daemon->services_->model);

@@ -11,7 +11,9 @@
 #include "google/protobuf/util/time_util.h"
 #include "server/grpc_errors.h"
 #include "server/params.h"
+#include "server/peer.h"
 #include "server/planner.h"
+#include "server/request_bounds.h"
 #include "server/session_scope.h"
 #include "server/stream_writer.h"
 #include "server/unary.h"
@@ -208,7 +210,7 @@ class SessionReactor
                           v1::SessionResponse> {
  public:
   SessionReactor(ServerCore* core, grpc::CallbackServerContext* context)
-      : ScopeReactor(context), core_(core), peer_(context->peer()) {
+      : ScopeReactor(context), core_(core), peer_(PeerOf(context->peer()).address) {
     StartRead(&request_);
   }
 
@@ -222,7 +224,9 @@ class SessionReactor
       }
       return;
     }
+    request_.DiscardUnknownFields();
     Handle();
+    v1::SessionRequest().Swap(&request_);  // Clear would keep the memory of its texts
     // Not after a message that ends the stream.
     if (!over_) StartRead(&request_);
   }
@@ -243,9 +247,14 @@ class SessionReactor
         return Refuse(MakeError(absl::StatusCode::kFailedPrecondition, "ALREADY_OPEN",
                                 "the session is open; use set_loras, or a new session for another model"));
       case v1::SessionRequest::kDenoise:
+        if (absl::Status status = CheckBounds(request_.denoise().params(), core_->config); !status.ok()) {
+          return client_->OnJobFailed(request_.request_id(), request_.denoise().job_id().substr(0, kMaxRequestId),
+                                      status);
+        }
         return scope_->Denoise(request_.request_id(), request_.denoise().job_id(),
                                std::move(*request_.mutable_denoise()->mutable_params()));
       case v1::SessionRequest::kSetLoras:
+        if (absl::Status status = CheckBounds(request_.set_loras().loras()); !status.ok()) return Refuse(status);
         return scope_->SetLoras(request_.request_id(), Loras(request_.set_loras().loras()),
                                 request_.set_loras().patch_mode());
       case v1::SessionRequest::kCancel:
@@ -274,6 +283,9 @@ class SessionReactor
                             "the first message of a session must be `open`"));
     }
     const v1::SessionRequest::Open& open = request_.open();
+    absl::Status bounds = CheckNameBound("model", open.model());
+    if (bounds.ok()) bounds = CheckBounds(open.loras());
+    if (!bounds.ok()) return Fail(bounds);
     client_ = std::make_shared<SessionStreamClient>(core_, writer_);
     OpenRequest request{request_.request_id(), open.model(),    Loras(open.loras()),
                         open.patch_mode(),     open.priority(), absl::ZeroDuration()};
@@ -344,10 +356,18 @@ class GenerateStreamClient : public StreamClient<GenerateWriter> {
 class GenerateReactor : public ScopeReactor<GenerateReactor, grpc::ServerWriteReactor<v1::GenerateResponse>,
                                             v1::GenerateResponse> {
  public:
-  GenerateReactor(ServerCore* core, grpc::CallbackServerContext* context, const v1::GenerateRequest& request)
+  GenerateReactor(ServerCore* core, grpc::CallbackServerContext* context, v1::GenerateRequest request)
       : ScopeReactor(context) {
+    request.DiscardUnknownFields();
+    absl::Status bounds = CheckNameBound("model", request.model());
+    if (bounds.ok()) bounds = CheckBounds(request.loras());
+    if (bounds.ok()) bounds = CheckBounds(request.params(), core->config);
+    if (!bounds.ok()) {
+      writer_->Finish(ToGrpcStatus(bounds));
+      return;
+    }
     auto client = std::make_shared<GenerateStreamClient>(writer_);
-    auto scope = core->sessions->Open(client, context->peer(),
+    auto scope = core->sessions->Open(client, PeerOf(context->peer()).address,
                                       {"", request.model(), Loras(request.loras()), request.patch_mode(),
                                        request.priority(), absl::ZeroDuration()});
     if (!scope.ok()) {
@@ -356,7 +376,7 @@ class GenerateReactor : public ScopeReactor<GenerateReactor, grpc::ServerWriteRe
     }
     client->set_scope(*scope);
     Begin(std::move(*scope), [&](SessionScope& s) {
-      s.Denoise("", "", request.params());
+      s.Denoise("", "", std::move(*request.mutable_params()));
       s.EndWhenDone();
     });
   }
@@ -385,16 +405,21 @@ grpc::ServerBidiReactor<v1::SessionRequest, v1::SessionResponse>* DenoiseService
   return new SessionReactor(core_, context);
 }
 
-grpc::ServerWriteReactor<v1::GenerateResponse>* DenoiseServiceImpl::Generate(
-    grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
-  return new GenerateReactor(core_, context, *request);
+grpc::ServerWriteReactor<v1::GenerateResponse>* DenoiseServiceImpl::Generate(grpc::CallbackServerContext* context,
+                                                                             const v1::GenerateRequest* request) {
+  // gRPC keeps the message until the call is over, and does not look at it again: it is emptied, so that only one
+  // holds its pictures.
+  v1::GenerateRequest taken;
+  const_cast<v1::GenerateRequest*>(request)->Swap(&taken);
+  return new GenerateReactor(core_, context, std::move(taken));
 }
 
 grpc::ServerUnaryReactor* DenoiseServiceImpl::Plan(grpc::CallbackServerContext* context,
-                                                   const v1::PlanRequest* request,
-                                                   v1::PlanResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+                                                   const v1::PlanRequest* request, v1::PlanResponse* response) {
+  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     RETURN_IF_ERROR(core_->CheckAccepting());
+    RETURN_IF_ERROR(CheckBounds(request->loras()));
+    RETURN_IF_ERROR(CheckBounds(request->params(), core_->config));
     ASSIGN_OR_RETURN(*response, PlanJob(*core_, *request));
     return absl::OkStatus();
   });

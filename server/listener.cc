@@ -1,7 +1,3 @@
-// Which connections are open is known from a duplicate of each one's descriptor, in the epoll set with no
-// event asked for: the kernel then reports only EPOLLHUP, when both directions are shut, which gRPC does to
-// every connection that it ends. The set's events carry the descriptor; the listening sockets and the wake-up
-// are told apart by being in sockets_ and wake_.
 #include "server/listener.h"
 
 #include <fcntl.h>
@@ -33,7 +29,8 @@ namespace {
 constexpr int kBacklog = 128;
 constexpr int kRetryMs = 100;         // between attempts while there are no descriptors
 constexpr int kFirstSystemdFd = 3;    // SD_LISTEN_FDS_START
-constexpr int kFdsPerConnection = 4;  // gRPC's, the duplicate, and as many for everything else
+constexpr int kFdsPerConnection = 5;  // the client's, a pair to gRPC, and some for everything else
+constexpr int kShareForEach = 8;      // of this many connections, each listener has one for itself alone
 
 absl::Status BindError(const std::string& address, const std::string& what, int error) {
   auto code = absl::StatusCode::kInternal;
@@ -97,27 +94,18 @@ bool OutOfDescriptors(int error) {
 
 }  // namespace
 
-Fd& Fd::operator=(Fd&& other) noexcept {
-  if (this != &other) {
-    reset();
-    fd_ = other.release();
-  }
-  return *this;
-}
-
-int Fd::release() {
-  const int fd = fd_;
-  fd_ = -1;
-  return fd;
-}
-
-void Fd::reset() {
-  if (fd_ >= 0) close(fd_);
-  fd_ = -1;
-}
+Listener::Listener(const ListenerOptions& options)
+    : max_connections_(ConnectionsThatFit(options.max_connections)),
+      own_memory_(options.request_memory == nullptr
+                      ? std::make_unique<RequestMemory>(2 * options.http2.max_message_bytes, nullptr)
+                      : nullptr),
+      limits_{.connections = max_connections_,
+              .connections_per_listener = max_connections_,
+              .connections_per_peer = options.max_connections_per_peer,
+              .http2 = options.http2} {}
 
 absl::StatusOr<std::unique_ptr<Listener>> Listener::Bind(const ListenerOptions& options) {
-  std::unique_ptr<Listener> listener(new Listener(ConnectionsThatFit(options.max_connections)));
+  std::unique_ptr<Listener> listener(new Listener(options));
   listener->epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
   listener->wake_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   listener->reserve_ = OpenReserve();
@@ -129,6 +117,13 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::Bind(const ListenerOptions& 
       RETURN_IF_ERROR(address.is_unix() ? listener->BindUnix(address) : listener->BindTcp(address));
     }
   }
+  const auto others = static_cast<int64_t>(listener->sockets_.size()) - 1;
+  const int64_t for_each = std::max<int64_t>(1, listener->max_connections_ / kShareForEach);
+  listener->limits_.connections_per_listener =
+      std::max<int64_t>(1, listener->max_connections_ - others * for_each);
+  RequestMemory* memory =
+      options.request_memory == nullptr ? listener->own_memory_.get() : options.request_memory;
+  listener->relay_ = std::make_unique<Relay>(listener->limits_, memory);
   return listener;
 }
 
@@ -263,7 +258,9 @@ void Listener::Stop() {
 }
 
 Listener::Stats Listener::stats() const {
-  return {.open = open_.load(), .accepted = accepted_.load(), .refused = refused_.load()};
+  Stats stats = relay_->stats();
+  stats.refused += refused_;
+  return stats;
 }
 
 void Listener::Run() {
@@ -275,15 +272,9 @@ void Listener::Run() {
     for (int i = 0; i < count; ++i) {
       const int fd = events[i].data.fd;
       if (fd == wake_.get()) continue;
-      const bool is_listener = std::any_of(sockets_.begin(), sockets_.end(),
-                                           [&](const Socket& socket) { return socket.fd.get() == fd; });
-      if (!is_listener) {
-        if (events[i].events & EPOLLHUP) OnHangUp(fd);
-      } else {
-        while (AcceptOne(fd)) {
-        }
-        short_of_descriptors |= OutOfDescriptors(errno);
+      while (AcceptOne(fd)) {
       }
+      short_of_descriptors |= OutOfDescriptors(errno);
     }
     // A socket stays readable while nothing can be taken from it: without a pause this would spin.
     if (short_of_descriptors) usleep(kRetryMs * 1000);
@@ -296,27 +287,13 @@ bool Listener::AcceptOne(int listen_fd) {
     if (errno == ECONNABORTED || errno == EINTR) return true;
     return OutOfDescriptors(errno) && RefuseOne(listen_fd);
   }
-  if (open_ >= max_connections_) {
-    if (refused_++ == 0) spdlog::warn("more than {} connections: further ones are closed", max_connections_);
-    return true;
-  }
   const int on = 1;
   setsockopt(connection.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));  // a Unix socket ignores it
-
-  Fd twin(fcntl(connection.get(), F_DUPFD_CLOEXEC, 0));
-  epoll_event event = {};
-  event.events = EPOLLET;
-  event.data.fd = twin.get();
-  if (!twin || epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, twin.get(), &event) != 0) {
-    ++refused_;
-    return true;
-  }
-  twin.release();  // OnHangUp closes it
-  ++open_;
-  ++accepted_;
+  Fd for_grpc = relay_->Add(std::move(connection), listen_fd);
+  if (!for_grpc) return true;
   grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters parameters;
   parameters.listener_fd = listen_fd;
-  parameters.fd = connection.release();
+  parameters.fd = for_grpc.release();
   acceptor_->HandleNewConnection(&parameters);
   return true;
 }
@@ -335,13 +312,6 @@ bool Listener::RefuseOne(int listen_fd) {
   if (refused_++ == 0)
     spdlog::warn("out of file descriptors: connections are closed; raise the limit of open files");
   return true;
-}
-
-void Listener::OnHangUp(int fd) {
-  Fd twin(fd);
-  // Closing it is not enough: gRPC's descriptor may still keep the connection, and the set reports on that.
-  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
-  --open_;
 }
 
 }  // namespace latentd

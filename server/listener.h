@@ -3,7 +3,9 @@
 // gRPC's own listener is not used, for what it does in the version of Debian 12: it never accepts again once
 // file descriptors ran out, and it shares a port with a second daemon without a word. This one
 //   - waits and goes on when descriptors run out, and tells the client by closing the connection
-//   - keeps to a number of connections
+//   - keeps to a number of connections, of which each listener has some for itself, and each peer some at
+//   most
+//   - puts a Relay between clients and gRPC, which ends what would use up memory
 //   - binds a TCP port or Unix socket for itself alone; replaces a socket file that nobody listens on
 //   - takes over sockets that systemd passes (LISTEN_FDS), in place of the addresses
 //   - gives Unix sockets the mode 0660 and removes them when it stops
@@ -31,45 +33,29 @@
 
 #include "absl/status/statusor.h"
 #include "server/address.h"
+#include "server/fd.h"
+#include "server/relay.h"
 
 namespace latentd {
 
-// A file descriptor that is closed with its owner. Move-only.
-class Fd {
- public:
-  Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(other.release()) {}
-  Fd& operator=(Fd&& other) noexcept;
-  ~Fd() { reset(); }
-
-  int get() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-  int release();
-  void reset();
-
- private:
-  int fd_ = -1;
-};
-
 struct ListenerOptions {
   std::vector<std::string> addresses;
-  // Less when the limit of open files is below four times as many.
+  // Less when the limit of open files is below five times as many.
   int64_t max_connections = 256;
+  int64_t max_connections_per_peer = 256;  // of one IP address, or one user of Unix sockets
+  Http2Limits http2 = {};
+  RequestMemory* request_memory = nullptr;  // outlives the listener; null: one of its own
 };
 
 class Listener {
  public:
-  struct Stats {
-    int64_t open = 0;      // connections now
-    int64_t accepted = 0;  // ever
-    int64_t refused = 0;   // closed at once: too many connections, or no descriptors
-  };
+  using Stats = Relay::Stats;
 
   // Errors: INVALID_ARGUMENT INVALID_ADDRESS; FAILED_PRECONDITION ADDRESS_IN_USE (somebody listens there, or
   // the path is a file of another kind); PERMISSION_DENIED and INTERNAL BIND_FAILED.
   static absl::StatusOr<std::unique_ptr<Listener>> Bind(const ListenerOptions& options);
 
+  // Stops, and ends all connections.
   ~Listener() { Stop(); }
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
@@ -94,7 +80,7 @@ class Listener {
     ino_t inode = 0;
   };
 
-  explicit Listener(int64_t max_connections) : max_connections_(max_connections) {}
+  explicit Listener(const ListenerOptions& options);
   absl::Status BindUnix(const Address& address);
   absl::Status BindTcp(const Address& address);
   absl::Status TakeSystemdSockets();
@@ -106,9 +92,11 @@ class Listener {
   bool AcceptOne(int listen_fd);
   // The same with no descriptor free: closes it.
   bool RefuseOne(int listen_fd);
-  void OnHangUp(int fd);
 
-  int64_t max_connections_;
+  const int64_t max_connections_;
+  std::unique_ptr<RequestMemory> own_memory_;
+  RelayLimits limits_;
+  std::unique_ptr<Relay> relay_;  // from Bind on
   std::vector<std::string> addresses_;
   std::vector<Socket> sockets_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;
@@ -117,7 +105,7 @@ class Listener {
   Fd reserve_;  // given up for a moment to be able to accept and close when there are no descriptors
   std::thread thread_;
   std::atomic<bool> stopping_ = false;
-  std::atomic<int64_t> open_ = 0, accepted_ = 0, refused_ = 0;
+  std::atomic<int64_t> refused_ = 0;  // for want of descriptors
 };
 
 }  // namespace latentd

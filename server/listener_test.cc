@@ -21,6 +21,8 @@
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "grpc/health/v1/health.grpc.pb.h"
+#include "server/grpc_errors.h"
+#include "server/peer.h"
 
 namespace latentd {
 namespace {
@@ -124,7 +126,8 @@ int InChild(const std::function<int()>& body) {
 TEST(Listener, ServesCallsOverTcp) {
   HealthServer server({.addresses = {"127.0.0.1:0"}});
   EXPECT_TRUE(Call(Connect(server.address())).ok());
-  EXPECT_THAT(server.peer, StartsWith("ipv4:127.0.0.1:"));
+  EXPECT_THAT(PeerOf(server.peer).address, StartsWith("ipv4:127.0.0.1:"));
+  EXPECT_FALSE(PeerOf(server.peer).local);
 }
 
 TEST(Listener, ServesCallsOverAUnixSocket) {
@@ -132,6 +135,7 @@ TEST(Listener, ServesCallsOverAUnixSocket) {
   HealthServer server({.addresses = {"unix:" + path}});
   EXPECT_EQ(server.address(), "unix:" + path);
   EXPECT_TRUE(Call(Connect(server.address())).ok());
+  EXPECT_TRUE(PeerOf(server.peer).local) << server.peer;
 }
 
 TEST(Listener, ListensOnSeveralAddressesAtOnce) {
@@ -236,13 +240,82 @@ TEST(Listener, CountsOpenConnections) {
 
 TEST(Listener, ConnectionsBeyondTheLimitAreClosedUntilOthersEnd) {
   HealthServer server({.addresses = {"127.0.0.1:0"}, .max_connections = 2});
-  const int first = PlainConnect(server.address()), second = PlainConnect(server.address());
-  ASSERT_TRUE(Eventually([&] { return server.listener().stats().open == 2; }));
+  auto first = Connect(server.address()), second = Connect(server.address());
+  ASSERT_TRUE(Call(first).ok() && Call(second).ok());
   const int third = PlainConnect(server.address());
   EXPECT_TRUE(Eventually([&] { return IsClosedByPeer(third); }));
   EXPECT_EQ(server.listener().stats().refused, 1);
-  for (int fd : {first, second, third}) close(fd);
+  close(third);
+  second.reset();
   EXPECT_TRUE(Call(Connect(server.address())).ok());
+  EXPECT_TRUE(Call(first).ok());
+}
+
+TEST(Listener, SilentConnectionsMakeRoomForOthers) {
+  HealthServer server({.addresses = {"127.0.0.1:0"}, .max_connections = 4});
+  auto first = Connect(server.address());
+  ASSERT_TRUE(Call(first).ok());
+  std::vector<int> silent;
+  for (int i = 0; i < 100; ++i) silent.push_back(PlainConnect(server.address()));
+  EXPECT_TRUE(Call(Connect(server.address())).ok());
+  EXPECT_TRUE(Call(first).ok()) << "a connection that is used stays";
+  EXPECT_GE(server.listener().stats().displaced, 90);
+  for (int fd : silent) close(fd);
+}
+
+TEST(Listener, EachListenerKeepsSomeConnections) {
+  HealthServer server({.addresses = {"127.0.0.1:0", "unix:" + SocketPath()}, .max_connections = 8});
+  std::vector<std::shared_ptr<grpc::Channel>> channels;
+  for (int i = 0; i < 7; ++i) {
+    channels.push_back(Connect(server.address()));
+    ASSERT_TRUE(Call(channels.back()).ok());
+  }
+  const int eighth = PlainConnect(server.address());
+  EXPECT_TRUE(Eventually([&] { return IsClosedByPeer(eighth); }));
+  close(eighth);
+  EXPECT_TRUE(Call(Connect(server.listener().addresses()[1])).ok());
+}
+
+TEST(Listener, APeerHasSomeConnectionsAtMost) {
+  HealthServer server({.addresses = {"127.0.0.1:0", "unix:" + SocketPath()},
+                       .max_connections = 8,
+                       .max_connections_per_peer = 2});
+  auto first = Connect(server.address()), second = Connect(server.address());
+  ASSERT_TRUE(Call(first).ok() && Call(second).ok());
+  const int third = PlainConnect(server.address());
+  EXPECT_TRUE(Eventually([&] { return IsClosedByPeer(third); }));
+  close(third);
+  EXPECT_TRUE(Call(Connect(server.listener().addresses()[1])).ok()) << "a user is another peer";
+}
+
+TEST(Listener, AConnectionThatSpeaksNoHttp2IsClosed) {
+  HealthServer server({.addresses = {"127.0.0.1:0"}});
+  const int fd = PlainConnect(server.address());
+  ASSERT_EQ(write(fd, "GET / HTTP/1.1\r\n\r\n", 18), 18);
+  EXPECT_TRUE(Eventually([&] { return IsClosedByPeer(fd); }));
+  EXPECT_TRUE(Eventually([&] { return server.listener().stats().ended == 1; }));
+  close(fd);
+}
+
+TEST(Listener, ConnectionsThatSayNothingEnd) {
+  HealthServer server({.addresses = {"127.0.0.1:0"}, .http2 = {.request_timeout = absl::Milliseconds(100)}});
+  const int fd = PlainConnect(server.address());
+  EXPECT_TRUE(Eventually([&] { return IsClosedByPeer(fd); }));
+  close(fd);
+}
+
+TEST(Listener, ACallThatTheRelayRefusesHasAReason) {
+  HealthServer server({.addresses = {"127.0.0.1:0"}, .http2 = {.max_message_bytes = 100}});
+  auto channel = Connect(server.address());
+  grpc::ClientContext context;
+  grpc::health::v1::HealthCheckRequest request;
+  request.set_service(std::string(1000, 'x'));
+  grpc::health::v1::HealthCheckResponse response;
+  const absl::Status refused =
+      FromGrpcStatus(grpc::health::v1::Health::NewStub(channel)->Check(&context, request, &response));
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ErrorReason(refused), "MESSAGE_TOO_LARGE") << refused;
+  EXPECT_TRUE(Call(channel).ok()) << "the connection goes on";
 }
 
 // Runs only as the child process of the test below: serves with few descriptors until its stdin is closed.

@@ -6,12 +6,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "server/request_bounds.h"
 #include "server/server_core.h"
 
 namespace latentd {
 namespace {
 
-constexpr size_t kMaxLoras = 64;
 constexpr double kMaxWeight = 1000;
 constexpr int kMaxBlocks = 1024;
 
@@ -25,7 +25,7 @@ absl::Status CheckWeight(absl::string_view field, absl::string_view of, double w
 
 absl::StatusOr<std::vector<LoraChoice>> ResolveLoras(const std::vector<v1::LoraRef>& refs,
                                                      const Catalog& catalog) {
-  if (refs.size() > kMaxLoras) return FieldError("loras", absl::StrCat("at most ", kMaxLoras, " at once"));
+  if (refs.size() > static_cast<size_t>(kMaxLoras)) return FieldError("loras", absl::StrCat("at most ", kMaxLoras, " at once"));
   std::vector<LoraChoice> choices;
   std::set<std::string> names;
   for (const v1::LoraRef& ref : refs) {

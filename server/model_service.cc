@@ -148,7 +148,7 @@ v1::Lora DescribeLora(const ServerCore& core, const LoraFile& lora) {
 grpc::ServerUnaryReactor* ModelServiceImpl::ListModels(grpc::CallbackServerContext* context,
                                                        const v1::ListModelsRequest* request,
                                                        v1::ListModelsResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     const std::vector<std::string> names = core_->catalog->ModelNames();
     return AnswerPage(names, *request, response, [&](size_t i) {
       auto model = core_->catalog->Model(names[i]);
@@ -166,7 +166,7 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListModels(grpc::CallbackServerConte
 grpc::ServerUnaryReactor* ModelServiceImpl::GetModel(grpc::CallbackServerContext* context,
                                                      const v1::GetModelRequest* request,
                                                      v1::GetModelResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     ASSIGN_OR_RETURN(std::shared_ptr<const OpenModel> model, core_->catalog->Model(request->name()));
     *response->mutable_model() = ToProto(*model);
     return absl::OkStatus();
@@ -176,7 +176,7 @@ grpc::ServerUnaryReactor* ModelServiceImpl::GetModel(grpc::CallbackServerContext
 grpc::ServerUnaryReactor* ModelServiceImpl::ListLoras(grpc::CallbackServerContext* context,
                                                       const v1::ListLorasRequest* request,
                                                       v1::ListLorasResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     const std::vector<LoraFile> loras = core_->catalog->Loras();
     return AnswerPage(NamesOf(loras), *request, response,
                       [&](size_t i) { *response->add_loras() = DescribeLora(*core_, loras[i]); });
@@ -186,7 +186,7 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListLoras(grpc::CallbackServerContex
 grpc::ServerUnaryReactor* ModelServiceImpl::ListEmbeddings(grpc::CallbackServerContext* context,
                                                            const v1::ListEmbeddingsRequest* request,
                                                            v1::ListEmbeddingsResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     const std::vector<EmbeddingFile> embeddings = core_->catalog->Embeddings();
     const std::vector<std::string> names = NamesOf(embeddings);
     const auto by_last_segment = NamesByLastSegment(names);
@@ -201,7 +201,7 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListEmbeddings(grpc::CallbackServerC
 grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerContext* context,
                                                         const v1::InspectLoraRequest* request,
                                                         v1::InspectLoraResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     ASSIGN_OR_RETURN(LoraFile lora, core_->catalog->Lora(request->name()));
     ASSIGN_OR_RETURN(std::shared_ptr<const ModelPatch> patch, ReadPatch(lora));
     *response->mutable_lora() = ToProto(*core_, lora,
@@ -237,8 +237,8 @@ grpc::ServerReadReactor<v1::UploadLoraRequest>* ModelServiceImpl::UploadLora(
 
 grpc::ServerUnaryReactor* ModelServiceImpl::DeleteLora(grpc::CallbackServerContext* context,
                                                        const v1::DeleteLoraRequest* request,
-                                                       v1::DeleteLoraResponse*) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+                                                       v1::DeleteLoraResponse* response) {
+  return OnWorkerForAdmin(core_, context, response, "DeleteLora", [=, this]() -> absl::Status {
     RETURN_IF_ERROR(CheckUploadsOn(*core_));
     const std::string& name = request->name();
     // An upload that is being placed is not known to the store yet, but lies in its folder; Delete waits for

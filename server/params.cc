@@ -7,11 +7,11 @@
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "server/latents_file.h"
+#include "server/request_bounds.h"
 
 namespace latentd {
 namespace {
 
-constexpr size_t kMaxPromptBytes = 64 << 10;
 constexpr int kMaxCount = 64;
 constexpr int kMaxGuidanceList = 1000;
 

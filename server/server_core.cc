@@ -85,6 +85,8 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& confi
   core->instance = RandomId();
   core->start_time = absl::Now();
   core->ram = std::make_unique<RamBudget>(config.ram_cap == 0 ? MemoryBudget::kUnlimited : config.ram_cap);
+  core->requests =
+      std::make_unique<RequestMemory>(std::max(config.max_request_bytes, config.max_message_bytes), core->ram.get());
   std::vector<Device*> devices;
   for (const std::string& spec : config.devices) {
     ASSIGN_OR_RETURN(std::unique_ptr<Device> device, MakeDevice(spec, core->ram.get()));

@@ -14,12 +14,14 @@
 #include "cache/model_cache.h"
 #include "cache/mutex.h"
 #include "patcher/layer_patcher.h"
+#include "server/answer_watch.h"
 #include "server/catalog.h"
 #include "server/config.h"
 #include "server/executor.h"
 #include "server/measurements.h"
 #include "server/memory_wants.h"
 #include "server/pin_board.h"
+#include "server/request_memory.h"
 #include "server/upload_store.h"
 #include "server/upload_watch.h"
 #include "server/worker_pool.h"
@@ -66,6 +68,8 @@ struct ServerCore {
   std::atomic<int64_t> queued_jobs = 0;  // sent and not finished, of all sessions
 
   std::unique_ptr<RamBudget> ram;
+  std::unique_ptr<RequestMemory> requests;
+  AnswerWatch answers;
   std::vector<std::unique_ptr<Device>> devices;
   std::unique_ptr<ModelCache> cache;
   std::unique_ptr<MappingReliever> mapping_reliever;  // evicts what nobody uses

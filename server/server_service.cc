@@ -1,7 +1,11 @@
 #include "server/server_service.h"
 
+#include <algorithm>
 #include <set>
 
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "cache/error.h"
 #include "families/sampling/sampler.h"
 #include "google/protobuf/util/time_util.h"
 #include "server/denoise_service.h"
@@ -10,11 +14,16 @@
 #include "server/version.h"
 
 namespace latentd {
+namespace {
+
+constexpr int kMaxPageSize = 1000;
+
+}  // namespace
 
 grpc::ServerUnaryReactor* ServerServiceImpl::GetServerInfo(grpc::CallbackServerContext* context,
                                                            const v1::GetServerInfoRequest*,
                                                            v1::GetServerInfoResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     response->set_version(kVersion);
     response->set_instance(core_->instance);
     *response->mutable_start_time() =
@@ -46,18 +55,27 @@ grpc::ServerUnaryReactor* ServerServiceImpl::GetServerInfo(grpc::CallbackServerC
 }
 
 grpc::ServerUnaryReactor* ServerServiceImpl::ListSessions(grpc::CallbackServerContext* context,
-                                                          const v1::ListSessionsRequest*,
+                                                          const v1::ListSessionsRequest* request,
                                                           v1::ListSessionsResponse* response) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
-    for (v1::SessionInfo& info : core_->sessions->List()) *response->add_sessions() = std::move(info);
+  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
+    if (request->page_size() < 0) return FieldError("page_size", "must not be negative");
+    uint64_t after = 0, more = 0;
+    if (!request->page_token().empty() && !absl::SimpleAtoi(request->page_token(), &after)) {
+      return FieldError("page_token", "is no token of an earlier page");
+    }
+    const int size = request->page_size() == 0 ? kMaxPageSize : std::min(request->page_size(), kMaxPageSize);
+    for (v1::SessionInfo& info : core_->sessions->List(after, static_cast<size_t>(size), &more)) {
+      *response->add_sessions() = std::move(info);
+    }
+    if (more > 0) response->set_next_page_token(absl::StrCat(more));
     return absl::OkStatus();
   });
 }
 
 grpc::ServerUnaryReactor* ServerServiceImpl::CancelJob(grpc::CallbackServerContext* context,
                                                        const v1::CancelJobRequest* request,
-                                                       v1::CancelJobResponse*) {
-  return OnWorker(core_, context, [=, this]() -> absl::Status {
+                                                       v1::CancelJobResponse* response) {
+  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     return core_->sessions->CancelJob(request->session(), request->job_id());
   });
 }

@@ -3,6 +3,8 @@
 // end. Calls to the client are made without mu_.
 #include "server/session_scope.h"
 
+#include <malloc.h>
+
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
@@ -11,6 +13,7 @@
 #include "google/protobuf/util/time_util.h"
 #include "server/lora_set.h"
 #include "server/params.h"
+#include "server/request_bounds.h"
 #include "server/tensor_guard.h"
 #include "spdlog/spdlog.h"
 
@@ -19,6 +22,11 @@ namespace {
 
 constexpr absl::Duration kLookAtFilesEvery = absl::Seconds(1);
 constexpr absl::string_view kClientStalled = "CLIENT_STALLED";
+// How much longer than a request an answer may take to be read.
+constexpr int kAnswerPatience = 3;
+// Requests after which memory is given back to the system, and how often at most.
+constexpr int64_t kTrimBytes = 32 << 20;
+constexpr absl::Duration kTrimInterval = absl::Seconds(2);
 
 absl::Status JobNotFound(const std::string& job_id) {
   return MakeError(absl::StatusCode::kNotFound, "JOB_NOT_FOUND",
@@ -54,9 +62,12 @@ void SessionScope::Start() {
   Request open;
   open.kind = Request::Kind::kOpen;
   open.request_id = open_.request_id;
-  open.loras = open_.loras;
+  open.loras = std::move(open_.loras);
   open.patch_mode = open_.patch_mode;
   open.created = created_;
+  auto charge = ChargeRefs(open.loras);
+  if (!charge.ok()) return RequestEnd(EndReason::kFailed, charge.status());
+  open.refs = *std::move(charge);
   {
     MutexLock lock(&mu_);
     queue_.push_back(std::move(open));
@@ -92,9 +103,9 @@ absl::Status SessionScope::Admit(const std::string& job_id) {
 void SessionScope::Denoise(std::string request_id, std::string job_id, v1::GenerateParams params) {
   absl::Status admitted;
   Reservation memory;
-  if (const int64_t bytes = PictureFileBytes(params); bytes > 0) {
+  if (const int64_t bytes = PictureFileBytes(params) + RequestBytes(params); bytes > 0) {
     auto promised = core_->ram->TryReserve(
-        {.bytes = bytes, .use = MemoryUse::kImages, .owner = id_, .what = "pictures of a request"});
+        {.bytes = bytes, .use = MemoryUse::kImages, .owner = id_, .what = "a request"});
     admitted = promised.status();
     if (promised.ok()) memory = std::move(*promised);
   }
@@ -136,6 +147,8 @@ void SessionScope::Denoise(std::string request_id, std::string job_id, v1::Gener
 }
 
 void SessionScope::SetLoras(std::string request_id, std::vector<v1::LoraRef> loras, v1::PatchMode mode) {
+  auto charge = ChargeRefs(loras);
+  if (!charge.ok()) return client_->OnError(request_id, "", charge.status());
   // Jobs are bounded, and a set is followed by a job: well-behaved clients never come near this.
   const auto limit = static_cast<size_t>(core_->config.max_queued_jobs_per_session) * 2;
   bool full = false;
@@ -149,6 +162,7 @@ void SessionScope::SetLoras(std::string request_id, std::vector<v1::LoraRef> lor
       request.kind = Request::Kind::kSetLoras;
       request.request_id = request_id;
       request.loras = std::move(loras);
+      request.refs = *std::move(charge);
       request.patch_mode = mode;
       request.created = absl::Now();
       queue_.push_back(std::move(request));
@@ -162,6 +176,16 @@ void SessionScope::SetLoras(std::string request_id, std::vector<v1::LoraRef> lor
     return;
   }
   Pump();
+}
+
+absl::StatusOr<RequestMemory::Charge> SessionScope::ChargeRefs(const std::vector<v1::LoraRef>& refs) const {
+  const int64_t bytes = 2 * RequestBytes(refs);  // as they came, and as they are used
+  if (bytes == 0) return RequestMemory::Charge();
+  auto charge = core_->requests->Take(bytes, id_, "LoRA references");
+  if (charge) return *std::move(charge);
+  return MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+                   absl::StrCat("no room for ", bytes, " bytes of LoRA references beside those of other requests"),
+                   {{"bytes", absl::StrCat(bytes)}, {"retry_ms", "2000"}});
 }
 
 absl::Status SessionScope::CancelJob(const std::string& job_id) {
@@ -237,7 +261,7 @@ void SessionScope::Pump() {
     return;
   }
   core_->workers->Submit(
-      [self = shared_from_this(), request = std::make_shared<const Request>(std::move(current_))] {
+      [self = shared_from_this(), request = std::make_shared<Request>(std::move(current_))] {
         request->kind == Request::Kind::kOpen ? self->RunOpen(*request) : self->RunSetLoras(*request);
       });
 }
@@ -282,7 +306,7 @@ absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<
   return held;
 }
 
-void SessionScope::RunOpen(const Request& request) {
+void SessionScope::RunOpen(Request& request) {
   absl::Status status = GuardTensorCode("open", [&]() -> absl::Status {
     ASSIGN_OR_RETURN(patch_mode_, PatchModeFromProto(request.patch_mode, core_->config));
     std::string name = open_.model.empty() ? core_->config.default_model : open_.model;
@@ -295,7 +319,8 @@ void SessionScope::RunOpen(const Request& request) {
     {
       MutexLock lock(&mu_);
       opened_ = true;
-      lora_refs_ = request.loras;
+      lora_refs_ = ShownRefs(request.loras);
+      refs_charge_ = std::move(request.refs);
     }
     spdlog::info("session open session={} model={} loras={}", id_, model_->name, loras_.size());
     client_->OnOpened(request.request_id, *model_, Reports(loras_));
@@ -305,7 +330,7 @@ void SessionScope::RunOpen(const Request& request) {
   RequestDone();
 }
 
-void SessionScope::RunSetLoras(const Request& request) {
+void SessionScope::RunSetLoras(Request& request) {
   std::vector<HeldLora> fresh;
   PatchMode mode = patch_mode_;
   absl::Status status = GuardTensorCode("set_loras", [&]() -> absl::Status {
@@ -322,7 +347,8 @@ void SessionScope::RunSetLoras(const Request& request) {
     patch_mode_ = mode;
     {
       MutexLock lock(&mu_);
-      lora_refs_ = request.loras;
+      lora_refs_ = ShownRefs(request.loras);
+      refs_charge_ = std::move(request.refs);
     }
     client_->OnLorasSet(request.request_id, Reports(loras_));
   } else if (!stop_.stop_requested()) {
@@ -369,6 +395,7 @@ void SessionScope::End() {
   absl::Status status;
   {
     MutexLock lock(&mu_);
+    refs_charge_.Release();
     reason = end_reason_;
     status = end_status_;
   }
@@ -526,9 +553,25 @@ std::vector<std::shared_ptr<SessionScope>> SessionRegistry::All() const {
   return out;
 }
 
-std::vector<v1::SessionInfo> SessionRegistry::List() const {
+std::vector<v1::SessionInfo> SessionRegistry::List(uint64_t after, size_t limit, uint64_t* more) const {
+  std::map<uint64_t, std::shared_ptr<SessionScope>> by_age;
+  {
+    MutexLock lock(&mu_);
+    for (const auto& [id, entry] : sessions_) {
+      if (entry.first > after) by_age[entry.first] = entry.second;
+    }
+  }
+  *more = 0;
   std::vector<v1::SessionInfo> out;
-  for (const auto& scope : All()) out.push_back(scope->Info());
+  uint64_t last = 0;
+  for (const auto& [number, scope] : by_age) {
+    if (out.size() == limit) {
+      *more = last;
+      break;
+    }
+    out.push_back(scope->Info());
+    last = number;
+  }
   return out;
 }
 
@@ -575,6 +618,15 @@ void SessionRegistry::WatchLeaving() {
   leaving_.insert(leaving_.end(), clients.begin(), clients.end());
 }
 
+// What requests took stays in the C library's free lists, in many places, and would stay for good.
+void SessionRegistry::GiveBackMemory(absl::Time now) {
+  const int64_t taken = core_->requests->taken_ever();
+  if (taken - trimmed_at_ < kTrimBytes || now - trimmed_ < kTrimInterval) return;
+  malloc_trim(0);
+  trimmed_at_ = taken;
+  trimmed_ = now;
+}
+
 void SessionRegistry::Watch() {
   absl::Time looked = absl::InfinitePast();
   MutexLock lock(&mu_);
@@ -585,6 +637,8 @@ void SessionRegistry::Watch() {
     const absl::Time now = absl::Now();
     for (const auto& scope : All()) scope->Tick(now);
     WatchLeaving();
+    core_->answers.Tick(now, core_->config.request_timeout * kAnswerPatience);
+    GiveBackMemory(now);
     core_->cache->EvictUnusedSince(now - core_->config.keep_alive);
     if (now - looked > kLookAtFilesEvery) {
       looked = now;

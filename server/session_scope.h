@@ -124,15 +124,18 @@ class SessionScope : public std::enable_shared_from_this<SessionScope> {
     std::vector<v1::LoraRef> loras;
     v1::PatchMode patch_mode = v1::PATCH_MODE_UNSPECIFIED;
     v1::GenerateParams params;
-    Reservation memory;  // of the pictures in `params`
+    Reservation memory;  // of the pictures in `params`, and of its text where that is long
+    RequestMemory::Charge refs;  // of `loras`, where those are many
     absl::Time created;
     bool announced = true;  // false until the client was told that the job is queued; not started before
   };
 
   // Starts the next request, or the end, when nothing is in progress.
   void Pump();
-  void RunOpen(const Request& request);
-  void RunSetLoras(const Request& request);
+  void RunOpen(Request& request);
+  void RunSetLoras(Request& request);
+  // Of a set that waits, and of the one that is held. Errors: RESOURCE_EXHAUSTED QUEUE_FULL.
+  absl::StatusOr<RequestMemory::Charge> ChargeRefs(const std::vector<v1::LoraRef>& refs) const;
   // A job on the LoRAs that are held now. Its end is the request's.
   std::shared_ptr<Job> MakeJob(Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Whether another job may be queued; counts it in the server's when so.
@@ -149,7 +152,7 @@ class SessionScope : public std::enable_shared_from_this<SessionScope> {
   const std::string id_;
   const std::string peer_;
   const absl::Time created_ = absl::Now();
-  const OpenRequest open_;
+  OpenRequest open_;  // its LoRAs go to the request that opens
   const std::shared_ptr<SessionClient> client_;
   std::stop_source stop_;  // of waits and loads outside of jobs
 
@@ -165,7 +168,8 @@ class SessionScope : public std::enable_shared_from_this<SessionScope> {
   std::shared_ptr<Job> job_ ABSL_GUARDED_BY(mu_);
   Request current_ ABSL_GUARDED_BY(mu_);
   absl::Time last_active_ ABSL_GUARDED_BY(mu_) = absl::Now();
-  std::vector<v1::LoraRef> lora_refs_ ABSL_GUARDED_BY(mu_);  // of the set that is held, for Info
+  std::vector<v1::LoraRef> lora_refs_ ABSL_GUARDED_BY(mu_);  // of the set that is held, as Info shows them
+  RequestMemory::Charge refs_charge_ ABSL_GUARDED_BY(mu_);   // of that set
   int next_job_ ABSL_GUARDED_BY(mu_) = 1;
 
   // Touched only by the request in progress, and by End.
@@ -188,7 +192,9 @@ class SessionRegistry {
   // Errors: NOT_FOUND SESSION_NOT_FOUND, JOB_NOT_FOUND.
   absl::Status CancelJob(const std::string& session, const std::string& job_id);
 
-  std::vector<v1::SessionInfo> List() const;
+  // Oldest first, those behind `after`, at most `limit`; `more` is set to what `after` is for the next ones, 0 when
+  // there are none. The first ones are behind 0.
+  std::vector<v1::SessionInfo> List(uint64_t after, size_t limit, uint64_t* more) const;
 
   // Ends idle sessions, lets jobs finish until `deadline`, then ends the rest, and waits for all ends.
   void Drain(absl::Time deadline);
@@ -200,15 +206,19 @@ class SessionRegistry {
   // Breaks off clients of ended sessions that do not read.
   void WatchLeaving();
   void Watch();
+  void GiveBackMemory(absl::Time now);
   std::vector<std::shared_ptr<SessionScope>> All() const;
 
   ServerCore* const core_;
   mutable Mutex mu_;
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
-  uint64_t next_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t next_ ABSL_GUARDED_BY(mu_) = 1;
   std::map<std::string, std::pair<uint64_t, std::shared_ptr<SessionScope>>> sessions_ ABSL_GUARDED_BY(mu_);
   std::vector<std::shared_ptr<SessionClient>> leaving_ ABSL_GUARDED_BY(mu_);
+  // The watcher's.
+  int64_t trimmed_at_ = 0;
+  absl::Time trimmed_ = absl::InfinitePast();
   std::thread watcher_;
 };
 

@@ -12,6 +12,7 @@
 #include "cache/error.h"
 #include "server/grpc_errors.h"
 #include "server/model_service.h"
+#include "server/peer.h"
 #include "server/tensor_guard.h"
 #include "spdlog/spdlog.h"
 
@@ -35,9 +36,10 @@ absl::Status Stalled(absl::string_view why) {
 
 class UploadCall : public WatchedUpload, public std::enable_shared_from_this<UploadCall> {
  public:
-  UploadCall(ServerCore* core, Reactor* reactor, v1::UploadLoraResponse* response, std::string peer)
+  UploadCall(ServerCore* core, Reactor* reactor, v1::UploadLoraResponse* response, const std::string& peer)
       : core_(core),
-        peer_(std::move(peer)),
+        peer_(PeerOf(peer).address),
+        admin_(CheckAdmin(peer, core->config.admin_over_tcp, "replace")),
         reactor_(reactor),
         silent_since_(core->upload_watch->now()),
         response_(response) {}
@@ -146,7 +148,11 @@ class UploadCall : public WatchedUpload, public std::enable_shared_from_this<Upl
         .name = name, .sha256 = header.sha256(), .size = header.size(), .replace = header.replace()};
     if (header.has_ttl())
       wanted.ttl = absl::Seconds(header.ttl().seconds()) + absl::Nanoseconds(header.ttl().nanos());
-    ASSIGN_OR_RETURN(auto begun, core_->uploads->Begin(wanted));
+    // Nobody knows whose the file there is; to take its place is as good as to delete it.
+    if (!admin_.ok()) wanted.replace = false;
+    auto tried = core_->uploads->Begin(wanted);
+    if (header.replace() && !admin_.ok() && ErrorReason(tried.status()) == "UPLOAD_EXISTS") return admin_;
+    ASSIGN_OR_RETURN(auto begun, std::move(tried));
     if (const StoredUpload* stored = std::get_if<StoredUpload>(&begun)) {
       *done = true;
       return Answer(*stored);
@@ -202,6 +208,7 @@ class UploadCall : public WatchedUpload, public std::enable_shared_from_this<Upl
 
   ServerCore* const core_;
   const std::string peer_;
+  const absl::Status admin_;  // whether the client may replace files
 
   mutable Mutex mu_;
   Reactor* reactor_ ABSL_GUARDED_BY(mu_);
