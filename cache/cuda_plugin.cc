@@ -50,7 +50,7 @@ absl::StatusOr<const CudaPluginApi*> LoadPlugin() {
   std::error_code ec;
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", ec).parent_path();
   for (const std::filesystem::path& folder :
-       {program, program.parent_path() / "lib" / "latentd", std::filesystem::path(LATENTD_PLUGIN_DIR)}) {
+       {program, program.parent_path() / "lib" / "latentd", program.parent_path() / "bin"}) {
     const std::filesystem::path file = folder / kCudaPlugin;
     if (!std::filesystem::exists(file, ec)) continue;
     RETURN_IF_ERROR(LoadLibTorchCuda());

@@ -1,5 +1,5 @@
 // Where `cuda:N` comes from: the plug-in latentd_cuda.so (cache/cuda/cuda_device.h), beside the program, in its
-// ../lib/latentd, or where it was built.
+// ../lib/latentd, or in the bin folder of a build tree.
 //
 // The first call that finds a driver loads LibTorch's CUDA part and the plug-in, which takes some tenths of a
 // second and 200 MB of memory; a program that asks for no cuda device pays nothing. It must come before LibTorch is

@@ -7,6 +7,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "cache/utf8.h"
 #include "nlohmann/json.hpp"
 
 namespace latentd {
@@ -17,7 +18,11 @@ using Json = nlohmann::json;
 constexpr size_t kMaxTensors = 200'000;
 constexpr size_t kMaxDims = 16;
 constexpr size_t kMaxNameBytes = 1024;
-constexpr int kMaxDepth = 4;  // object → tensor → array → number
+constexpr int kMaxDepth = 4;  // object → tensor → array, and one for what is skipped
+constexpr char kMetadata[] = "__metadata__";
+constexpr size_t kMaxEntries = 4096;        // of one tensor, or of the metadata
+constexpr size_t kMaxMetadataBytes = 4096;  // of a text that is kept
+constexpr size_t kMaxShown = 200;
 
 absl::Status Corrupt(absl::string_view what) {
   return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE",
@@ -25,7 +30,7 @@ absl::Status Corrupt(absl::string_view what) {
 }
 
 absl::Status CorruptTensor(absl::string_view name, absl::string_view what) {
-  const std::string printable = absl::CHexEscape(name.substr(0, 200));
+  const std::string printable = absl::CHexEscape(CutUtf8(name, kMaxShown));
   return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE",
                    absl::StrCat("not a valid safetensors file: tensor '", printable, "': ", what),
                    {{"tensor", printable}});
@@ -43,121 +48,186 @@ constexpr DTypeRow kDTypes[] = {
     {"I8", DType::kI8, 1},     {"U8", DType::kU8, 1},          {"BOOL", DType::kBool, 1},
 };
 
-// Looks at a header before anything is built of it: depth, keys that appear twice in one object, how many
-// there are. (A callback of the parser that builds could do the same, but that one searches the whole object
-// at the end of every object in it.)
-class Inspector : public nlohmann::json_sax<Json> {
+// Builds a header while it is parsed; nothing else is kept of the JSON. Where it stands is told by how deep
+// it is:
+//
+//   depth 1   names of tensors, and __metadata__
+//   depth 2   a tensor's dtype, shape and data_offsets, or metadata's keys and texts
+//   depth 3   the numbers of shape and data_offsets
+//
+// What else a tensor has is skipped.
+class HeaderBuilder : public nlohmann::json_sax<Json> {
  public:
-  const std::string& problem() const { return problem_; }
+  HeaderBuilder(int64_t data_start, int64_t data_bytes, SafetensorsHeader& header)
+      : data_start_(data_start), data_bytes_(data_bytes), header_(header) {}
 
-  bool null() override { return true; }
-  bool boolean(bool) override { return true; }
-  bool number_integer(number_integer_t) override { return true; }
-  bool number_unsigned(number_unsigned_t) override { return true; }
-  bool number_float(number_float_t, const string_t&) override { return true; }
-  bool string(string_t&) override { return true; }
-  bool binary(binary_t&) override { return Fail("header is no JSON object"); }
+  const absl::Status& problem() const { return problem_; }
+
+  bool null() override { return Other(); }
+  bool boolean(bool) override { return Other(); }
+  bool number_integer(number_integer_t) override { return Other(); }
+  bool number_float(number_float_t, const string_t&) override { return Other(); }
+  bool number_unsigned(number_unsigned_t value) override {
+    if (in_metadata_) return Other();
+    if (depth_ != 3 || field_ == Field::kOther) return Scalar();
+    if (value > static_cast<uint64_t>(INT64_MAX)) return Other();
+    if (field_ == Field::kShape && shape_.size() == kMaxDims) return BadShape();
+    if (field_ == Field::kOffsets && offsets_.size() == 2) return BadOffsets();
+    (field_ == Field::kShape ? shape_ : offsets_).push_back(static_cast<int64_t>(value));
+    return true;
+  }
+  bool string(string_t& text) override {
+    if (in_metadata_) {
+      if (depth_ != 2) return BadMetadata();
+      header_.metadata[key_] = std::string(CutUtf8(text, kMaxMetadataBytes));
+      return true;
+    }
+    if (depth_ != 2 || field_ != Field::kDtype) return Other();
+    const auto* row = std::find_if(std::begin(kDTypes), std::end(kDTypes),
+                                   [&](const DTypeRow& r) { return r.name == text; });
+    if (row == std::end(kDTypes)) return FailTensor("unknown dtype");
+    dtype_ = row;
+    return true;
+  }
+  bool binary(binary_t&) override { return NoObject(); }
+
   bool start_object(std::size_t) override {
-    keys_.emplace_back();
+    if (depth_ == 1) {
+      keys_.clear();
+      dtype_ = nullptr;
+      has_shape_ = has_offsets_ = false;
+    } else if (depth_ > 1 && !Other()) {
+      return false;
+    }
+    if (in_metadata_ && depth_ > 1) return BadMetadata();
     return Deeper();
   }
   bool end_object() override {
-    keys_.pop_back();
     --depth_;
+    if (depth_ != 1) return true;
+    if (!in_metadata_) return AddTensor();
+    in_metadata_ = false;
     return true;
   }
-  bool start_array(std::size_t) override { return Deeper(); }
+  bool start_array(std::size_t) override {
+    if (depth_ == 0) return NoObject();
+    if (in_metadata_) return BadMetadata();
+    if (depth_ == 1) return FailTensor(kNeeds);
+    if (depth_ == 2 && field_ == Field::kDtype) return FailTensor("unknown dtype");
+    if (depth_ == 2 && field_ == Field::kShape) {
+      shape_.clear();
+      has_shape_ = true;
+    }
+    if (depth_ == 2 && field_ == Field::kOffsets) {
+      offsets_.clear();
+      has_offsets_ = true;
+    }
+    if (depth_ == 3 && !Other()) return false;
+    return Deeper();
+  }
   bool end_array() override {
     --depth_;
     return true;
   }
   bool key(string_t& key) override {
-    if (keys_.size() == 1 && keys_.back().size() > kMaxTensors) return Fail("too many tensors");
-    if (keys_.back().insert(key).second) return true;
-    return Fail(
-        absl::StrCat("name '", absl::CHexEscape(absl::string_view(key).substr(0, 200)), "' appears twice"));
+    if (depth_ == 1) {
+      if (names_.size() > kMaxTensors) return Fail("too many tensors");
+      name_ = key;
+      in_metadata_ = name_ == kMetadata;
+      field_ = Field::kOther;
+      return Fresh(names_, key);
+    }
+    if (depth_ != 2) return true;  // of something that is skipped
+    field_ = Field::kOther;
+    if (in_metadata_) {
+      key_ = std::string(CutUtf8(key, kMaxNameBytes));
+    } else if (key == "dtype") {
+      field_ = Field::kDtype;
+    } else if (key == "shape") {
+      field_ = Field::kShape;
+    } else if (key == "data_offsets") {
+      field_ = Field::kOffsets;
+    }
+    return keys_.size() < kMaxEntries ? Fresh(keys_, key) : Fail("an object has too many entries");
   }
   bool parse_error(std::size_t, const std::string&, const nlohmann::detail::exception&) override {
-    return Fail("header is no JSON object");
+    return NoObject();
   }
 
  private:
-  bool Fail(std::string problem) {
-    problem_ = std::move(problem);
+  enum class Field { kOther, kDtype, kShape, kOffsets };
+  static constexpr char kNeeds[] = "needs dtype, shape and data_offsets";
+
+  bool Fail(absl::string_view what) {
+    problem_ = Corrupt(what);
     return false;
   }
+  bool FailTensor(absl::string_view what) {
+    problem_ = CorruptTensor(name_, what);
+    return false;
+  }
+  bool NoObject() { return Fail("header is no JSON object"); }
+  bool BadMetadata() { return Fail("__metadata__ is no object of texts"); }
+  bool BadShape() { return FailTensor("shape is no list of at most 16 sizes"); }
+  bool BadOffsets() { return FailTensor("data_offsets is no pair of offsets"); }
   bool Deeper() { return ++depth_ <= kMaxDepth || Fail("header nests too deeply"); }
+  bool Fresh(absl::flat_hash_set<std::string>& keys, const std::string& key) {
+    if (keys.insert(key).second) return true;
+    return Fail(absl::StrCat("name '", absl::CHexEscape(CutUtf8(key, kMaxShown)), "' appears twice"));
+  }
+  // A value where a tensor, or one of its fields, cannot have one of that kind.
+  bool Other() {
+    if (depth_ == 0) return NoObject();
+    if (in_metadata_) return BadMetadata();
+    if (depth_ == 1) return FailTensor(kNeeds);
+    if (field_ == Field::kDtype) return FailTensor("unknown dtype");
+    if (field_ == Field::kShape)
+      return depth_ == 2 ? BadShape() : FailTensor("a size is negative or no integer");
+    return field_ != Field::kOffsets || BadOffsets();
+  }
+  bool Scalar() { return depth_ == 3 || Other(); }
 
-  std::vector<absl::flat_hash_set<std::string>> keys_;  // of the objects that are open
+  bool AddTensor() {
+    if (name_.empty() || name_.size() > kMaxNameBytes || name_.find('\0') != std::string::npos) {
+      return FailTensor("name is empty, too long or holds a NUL");
+    }
+    if (dtype_ == nullptr || !has_shape_ || !has_offsets_) return FailTensor(kNeeds);
+    // Whoever computes strides multiplies all sizes but for the zeros, so those must not overflow either.
+    int64_t bytes = dtype_->size;
+    bool empty = false;
+    for (const int64_t size : shape_) {
+      empty = empty || size == 0;
+      if (size > 0 && __builtin_mul_overflow(bytes, size, &bytes)) return FailTensor("shape overflows");
+    }
+    if (empty) bytes = 0;
+    if (offsets_.size() != 2) return BadOffsets();
+    const int64_t begin = offsets_[0], end = offsets_[1];
+    if (end < begin) return FailTensor("bytes end before they begin");
+    if (end > data_bytes_) {
+      return FailTensor(
+          absl::StrCat("file is cut short: these bytes end ", end - data_bytes_, " bytes behind its end"));
+    }
+    if (end - begin != bytes) {
+      return FailTensor(absl::StrCat("has ", end - begin, " bytes where its shape takes ", bytes));
+    }
+    header_.tensors.push_back({name_, dtype_->dtype, shape_, data_start_ + begin, bytes});
+    return true;
+  }
+
+  const int64_t data_start_, data_bytes_;
+  SafetensorsHeader& header_;
+  absl::Status problem_ = Corrupt("header is no JSON object");
   int depth_ = 0;
-  std::string problem_;
+  absl::flat_hash_set<std::string> names_,
+      keys_;  // of the outermost object, and of the one in it that is open
+  // The tensor, or the metadata, that is open.
+  std::string name_, key_;
+  bool in_metadata_ = false;
+  Field field_ = Field::kOther;
+  const DTypeRow* dtype_ = nullptr;
+  std::vector<int64_t> shape_, offsets_;
+  bool has_shape_ = false, has_offsets_ = false;
 };
-
-absl::StatusOr<Json> ParseBounded(absl::string_view text) {
-  Inspector inspector;
-  if (!Json::sax_parse(text.begin(), text.end(), &inspector)) return Corrupt(inspector.problem());
-  Json json = Json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
-  if (json.is_discarded() || !json.is_object()) return Corrupt("header is no JSON object");
-  return json;
-}
-
-// A JSON number as a non-negative integer.
-bool AsSize(const Json& value, int64_t& out) {
-  if (!value.is_number_unsigned()) return false;
-  const uint64_t n = value.get<uint64_t>();
-  if (n > static_cast<uint64_t>(INT64_MAX)) return false;
-  out = static_cast<int64_t>(n);
-  return true;
-}
-
-absl::StatusOr<TensorInfo> ParseTensor(const std::string& name, const Json& value, int64_t data_start,
-                                       int64_t data_bytes) {
-  if (name.empty() || name.size() > kMaxNameBytes || name.find('\0') != std::string::npos) {
-    return CorruptTensor(name, "name is empty, too long or holds a NUL");
-  }
-  if (!value.is_object() || !value.contains("dtype") || !value.contains("shape") ||
-      !value.contains("data_offsets")) {
-    return CorruptTensor(name, "needs dtype, shape and data_offsets");
-  }
-  TensorInfo info;
-  info.name = name;
-  const Json& dtype = value["dtype"];
-  const auto* row =
-      dtype.is_string()
-          ? std::find_if(std::begin(kDTypes), std::end(kDTypes),
-                         [&](const DTypeRow& r) { return r.name == dtype.get_ref<const std::string&>(); })
-          : std::end(kDTypes);
-  if (row == std::end(kDTypes)) return CorruptTensor(name, "unknown dtype");
-  info.dtype = row->dtype;
-
-  const Json& shape = value["shape"];
-  if (!shape.is_array() || shape.size() > kMaxDims)
-    return CorruptTensor(name, "shape is no list of at most 16 sizes");
-  int64_t bytes = row->size;
-  for (const Json& dim : shape) {
-    int64_t d = 0;
-    if (!AsSize(dim, d)) return CorruptTensor(name, "a size is negative or no integer");
-    if (__builtin_mul_overflow(bytes, d, &bytes)) return CorruptTensor(name, "shape overflows");
-    info.shape.push_back(d);
-  }
-  const Json& offsets = value["data_offsets"];
-  int64_t begin = 0;
-  int64_t end = 0;
-  if (!offsets.is_array() || offsets.size() != 2 || !AsSize(offsets[0], begin) || !AsSize(offsets[1], end)) {
-    return CorruptTensor(name, "data_offsets is no pair of offsets");
-  }
-  if (end < begin) return CorruptTensor(name, "bytes end before they begin");
-  if (end > data_bytes) {
-    return CorruptTensor(
-        name, absl::StrCat("file is cut short: these bytes end ", end - data_bytes, " bytes behind its end"));
-  }
-  if (end - begin != bytes) {
-    return CorruptTensor(name, absl::StrCat("has ", end - begin, " bytes where its shape takes ", bytes));
-  }
-  info.offset = data_start + begin;
-  info.bytes = bytes;
-  return info;
-}
 
 }  // namespace
 
@@ -183,22 +253,12 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view start
   if (length > static_cast<uint64_t>(file_bytes - 8))
     return Corrupt("file is cut short: header lies outside of it");
   if (start.size() - 8 < length) return Corrupt("header was not read whole");
-  ASSIGN_OR_RETURN(Json json, ParseBounded(start.substr(8, length)));
 
   SafetensorsHeader header;
   const int64_t data_start = 8 + static_cast<int64_t>(length);
-  for (const auto& [name, value] : json.items()) {
-    if (name == "__metadata__") {
-      if (!value.is_object()) return Corrupt("__metadata__ is no object");
-      for (const auto& [key, text] : value.items()) {
-        if (!text.is_string()) return Corrupt("__metadata__ holds something else than text");
-        header.metadata[key] = text.get<std::string>();
-      }
-      continue;
-    }
-    ASSIGN_OR_RETURN(TensorInfo info, ParseTensor(name, value, data_start, file_bytes - data_start));
-    header.tensors.push_back(std::move(info));
-  }
+  HeaderBuilder builder(data_start, file_bytes - data_start, header);
+  const absl::string_view json = start.substr(8, length);
+  if (!Json::sax_parse(json.begin(), json.end(), &builder)) return builder.problem();
   std::sort(header.tensors.begin(), header.tensors.end(), [](const TensorInfo& a, const TensorInfo& b) {
     return std::tie(a.offset, a.bytes, a.name) < std::tie(b.offset, b.bytes, b.name);
   });

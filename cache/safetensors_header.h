@@ -1,7 +1,7 @@
 // The header of a .safetensors file, parsed as untrusted input.
 //
 // Checks, each with an error that names the tensor: header length within the file and at most 100 MB; JSON
-// nesting and number of tensors bounded; known dtype; shape product without overflow; byte range of the
+// nesting and number of tensors bounded; known dtype; shape product without overflow, zeros left out; byte range of the
 // right length, inside the file; ranges contiguous from 0 to the end, without gaps or overlaps; no duplicate
 // names. Format: https://github.com/huggingface/safetensors
 #ifndef LATENTD_CACHE_SAFETENSORS_HEADER_H_
@@ -33,7 +33,7 @@ struct TensorInfo {
 
 struct SafetensorsHeader {
   std::vector<TensorInfo> tensors;  // by offset
-  std::map<std::string, std::string> metadata;
+  std::map<std::string, std::string> metadata;  // at most 4096 entries; texts are cut to 4096 bytes
 };
 
 // `start`: the file's first bytes, at least 8 + header length of them (or all of a shorter file).

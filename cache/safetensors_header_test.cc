@@ -52,6 +52,18 @@ TEST(SafetensorsHeader, AnEmptyTensorHasNoBytes) {
   EXPECT_TRUE(Parse(File(R"({"a":{"dtype":"F32","shape":[0,4],"data_offsets":[0,0]}})", 0)).ok());
 }
 
+TEST(SafetensorsHeader, WhatElseATensorHasIsSkipped) {
+  EXPECT_TRUE(Parse(File(R"({"a":{"note":"x","list":[1,"y",{"z":-1}],"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 4)).ok());
+}
+
+TEST(SafetensorsHeader, LongTextsOfMetadataAreCutBetweenCharacters) {
+  std::string text = "x";
+  for (int i = 0; i < 5000; ++i) text += "\u00e9";
+  auto header = Parse(File("{\"__metadata__\":{\"k\":\"" + text + "\"}}", 0));
+  ASSERT_TRUE(header.ok()) << header.status();
+  EXPECT_EQ(header->metadata.at("k"), text.substr(0, 4095));
+}
+
 struct Lie {
   const char* what;
   std::string file;
@@ -78,6 +90,25 @@ INSTANTIATE_TEST_SUITE_P(
         Lie{"unknown dtype", One(R"("dtype":"F3","shape":[1],"data_offsets":[0,4])", 4)},
         Lie{"shape too small", One(R"("dtype":"F32","shape":[1],"data_offsets":[0,8])", 8)},
         Lie{"overflow", One(R"("dtype":"F32","shape":[4611686018427387904,4611686018427387904],"data_offsets":[0,4])", 4)},
+        Lie{"overflow behind a zero", One(R"("dtype":"F32","shape":[0,4611686018427387904,4611686018427387904],"data_offsets":[0,0])", 0)},
+        Lie{"overflow before a zero", One(R"("dtype":"F32","shape":[4611686018427387904,4611686018427387904,0],"data_offsets":[0,0])", 0)},
+        Lie{"shape of shapes", One(R"("dtype":"F32","shape":[[1]],"data_offsets":[0,4])", 4)},
+        Lie{"shape is an object", One(R"("dtype":"F32","shape":{},"data_offsets":[0,4])", 4)},
+        Lie{"shape is a number", One(R"("dtype":"F32","shape":1,"data_offsets":[0,4])", 4)},
+        Lie{"shape of text", One(R"("dtype":"F32","shape":["1"],"data_offsets":[0,4])", 4)},
+        Lie{"shape is null", One(R"("dtype":"F32","shape":null,"data_offsets":[0,4])", 4)},
+        Lie{"dtype is a number", One(R"("dtype":1,"shape":[1],"data_offsets":[0,4])", 4)},
+        Lie{"dtype is a list", One(R"("dtype":["F32"],"shape":[1],"data_offsets":[0,4])", 4)},
+        Lie{"three offsets", One(R"("dtype":"F32","shape":[1],"data_offsets":[0,4,4])", 4)},
+        Lie{"one offset", One(R"("dtype":"F32","shape":[1],"data_offsets":[4])", 4)},
+        Lie{"offset of 2^63", One(R"("dtype":"F32","shape":[1],"data_offsets":[0,9223372036854775808])", 4)},
+        Lie{"a tensor is a number", File(R"({"a":1})", 0)}, Lie{"a tensor is null", File(R"({"a":null})", 0)},
+        Lie{"a tensor is a list", File(R"({"a":[1]})", 0)}, Lie{"text", File(R"("a")", 0)}, Lie{"number", File("1", 0)},
+        Lie{"metadata is a list", File(R"({"__metadata__":["k"]})", 0)},
+        Lie{"metadata is text", File(R"({"__metadata__":"k"})", 0)},
+        Lie{"metadata nests", File(R"({"__metadata__":{"k":{"l":"m"}}})", 0)},
+        Lie{"dtype twice", One(R"("dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4])", 4)},
+        Lie{"deep in what is skipped", One(R"("x":[[[1]]],"dtype":"F32","shape":[1],"data_offsets":[0,4])", 4)},
         Lie{"negative", One(R"("dtype":"F32","shape":[-1],"data_offsets":[0,4])", 4)},
         Lie{"float size", One(R"("dtype":"F32","shape":[1e308],"data_offsets":[0,4])", 4)},
         Lie{"17 dimensions", One(R"("dtype":"U8","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"data_offsets":[0,1])", 1)},

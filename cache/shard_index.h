@@ -10,7 +10,7 @@
 namespace latentd {
 
 // The distinct file names of "weight_map", sorted. Only plain names of files beside the index are accepted.
-// Errors: NOT_FOUND, DATA_LOSS CORRUPT_FILE.
+// Errors: those of ReadTextFile; DATA_LOSS CORRUPT_FILE.
 absl::StatusOr<std::vector<std::string>> ReadShardIndex(const std::string& path);
 
 }  // namespace latentd

@@ -30,7 +30,7 @@ if(NOT TARGET LibTorch::cpu)
     INTERFACE_INCLUDE_DIRECTORIES "${_inc}"
     INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${_inc}"
     INTERFACE_LINK_LIBRARIES "${LIBTORCH_LIB_DIR}/libtorch_cpu.so;${LIBTORCH_LIB_DIR}/libc10.so"
-    INTERFACE_LINK_OPTIONS "-Wl,--allow-shlib-undefined;-Wl,-rpath,${LIBTORCH_LIB_DIR}")
+    INTERFACE_LINK_OPTIONS "-Wl,--allow-shlib-undefined")
 endif()
 
 # LibTorch::cuda, for the plug-in with the cuda devices: the CPU part, the CUDA part and the CUDA runtime, all of
@@ -99,6 +99,5 @@ else()
     target_link_libraries(LibTorch::cuda INTERFACE
       LibTorch::cuda_headers LibTorch::cpu -Wl,--no-as-needed
       "${LIBTORCH_LIB_DIR}/libtorch_cuda.so" "${LIBTORCH_LIB_DIR}/libc10_cuda.so" "${_cudart}")
-    target_link_options(LibTorch::cuda INTERFACE "-Wl,-rpath,${_cuda_dir}/lib")
   endif()
 endif()

@@ -11,6 +11,21 @@ if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
   add_compile_options(-Wthread-safety)
 endif()
 
+# Programs can be put anywhere in memory, and what the linker fills in is resolved and read-only before main.
+include(CheckPIESupported)
+check_pie_supported()
+add_link_options(-Wl,-z,relro,-z,now)
+
+# latentd_fortify(TARGET…): checked forms of the C library's functions on buffers, for what reads bytes of strangers.
+# They need optimisation, and sanitizers look for themselves.
+function(latentd_fortify)
+  if(NOT LATENTD_SANITIZE)
+    foreach(target ${ARGN})
+      target_compile_options(${target} PRIVATE $<$<NOT:$<CONFIG:Debug>>:-U_FORTIFY_SOURCE> $<$<NOT:$<CONFIG:Debug>>:-D_FORTIFY_SOURCE=2>)
+    endforeach()
+  endif()
+endfunction()
+
 if(LATENTD_SANITIZE)
   add_compile_options(-fsanitize=${LATENTD_SANITIZE} -fno-sanitize-recover=all)
   add_link_options(-fsanitize=${LATENTD_SANITIZE})

@@ -16,8 +16,8 @@ packages=(
   # the daemon's other libraries
   libspdlog-dev libtomlplusplus-dev libcli11-dev nlohmann-json3-dev
   libsentencepiece-dev libpcre2-dev libutf8proc-dev libpng-dev libjpeg-dev libssl-dev
-  # tests
-  libgtest-dev libgmock-dev
+  # tests; readelf, and the fuzz targets' compiler
+  libgtest-dev libgmock-dev binutils clang libclang-rt-14-dev
 )
 missing=()
 for p in "${packages[@]}"; do

@@ -46,7 +46,7 @@ absl::StatusOr<Component> DescribeVae(const std::string& config_folder,
 absl::Status ReadSettings(const std::string& folder, int64_t latent_channels, ModelDefaults& defaults,
                           LatentPreview& preview) {
   const std::string path = folder + "/latentd.json";
-  if (!std::filesystem::exists(path)) return absl::OkStatus();
+  if (std::error_code ec; !std::filesystem::exists(path, ec)) return absl::OkStatus();
   ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(path));
   JsonConfig own = json.Object("defaults");
   ModelDefaults& d = defaults;

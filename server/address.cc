@@ -1,5 +1,7 @@
 #include "server/address.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -30,8 +32,14 @@ std::string LoopbackAddress() { return absl::StrCat("127.0.0.1:", kDefaultPort);
 
 }  // namespace
 
+// A name may lead anywhere, whatever it looks like; the one that does not is reserved (RFC 6761).
 bool Address::is_local() const {
-  return is_unix() || host == "localhost" || host == "::1" || absl::StartsWith(host, "127.");
+  if (is_unix() || host == "localhost") return true;
+  in_addr v4 = {};
+  if (inet_pton(AF_INET, host.c_str(), &v4) == 1) return ntohl(v4.s_addr) >> 24 == 127;
+  in6_addr v6 = {};
+  if (inet_pton(AF_INET6, host.c_str(), &v6) != 1) return false;
+  return IN6_IS_ADDR_LOOPBACK(&v6) || (IN6_IS_ADDR_V4MAPPED(&v6) && v6.s6_addr[12] == 127);
 }
 
 std::string Address::ToString() const {

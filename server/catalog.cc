@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <optional>
 #include <set>
 
@@ -12,11 +11,15 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "cache/bounded_json.h"
 #include "cache/error.h"
 #include "cache/file_identity.h"
 #include "cache/mapped_file.h"
+#include "cache/text_file.h"
+#include "cache/utf8.h"
 #include "nlohmann/json.hpp"
 #include "patcher/model_patch.h"
+#include "server/root_links.h"
 
 namespace latentd {
 namespace {
@@ -26,6 +29,8 @@ namespace fs = std::filesystem;
 constexpr char kIndexFile[] = "model_index.json";
 constexpr char kWeightFile[] = ".safetensors";
 constexpr int kMaxDepth = 6;
+constexpr int64_t kMaxSidecarBytes = 1 << 20;
+constexpr int64_t kMaxSettingsBytes = 64 << 20;
 
 uint64_t Mix(uint64_t hash, absl::string_view text) {  // FNV-1a
   for (unsigned char c : text) hash = (hash ^ c) * 1099511628211ull;
@@ -84,18 +89,13 @@ std::string StateOf(const std::vector<std::string>& paths) {
 
 // What families read besides weights: settings, vocabularies. All of it goes into an id.
 bool IsSettings(const fs::path& path, int64_t size) {
-  constexpr int64_t kMost = 64 << 20;
   const std::string extension = path.extension().string();
-  return size <= kMost && (extension == ".json" || extension == ".txt" || extension == ".model");
+  return size <= kMaxSettingsBytes && (extension == ".json" || extension == ".txt" || extension == ".model");
 }
 
 uint64_t MixContent(uint64_t hash, const fs::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::string buffer(1 << 16, '\0');
-  while (in.read(buffer.data(), static_cast<std::streamsize>(buffer.size())) || in.gcount() > 0) {
-    hash = Mix(hash, absl::string_view(buffer.data(), static_cast<size_t>(in.gcount())));
-  }
-  return hash;
+  const absl::StatusOr<std::string> text = ReadTextFile(path.string(), kMaxSettingsBytes);
+  return text.ok() ? Mix(hash, *text) : hash;
 }
 
 // Over names, inodes, sizes and times of the files, what settings say, and the files that weights come from
@@ -135,9 +135,14 @@ fs::path Below(const std::string& root, absl::string_view name) {
   return path;
 }
 
-nlohmann::json ReadJson(const fs::path& path) {
-  std::ifstream in(path);
-  return nlohmann::json::parse(in, nullptr, /*allow_exceptions=*/false);
+// The base that a single file's sidecar names; empty: it names none. Errors: those of ReadTextFile.
+absl::StatusOr<std::string> ReadBase(const fs::path& sidecar) {
+  if (sidecar.empty()) return "";
+  ASSIGN_OR_RETURN(const std::string text, ReadTextFile(sidecar.string(), kMaxSidecarBytes));
+  const absl::StatusOr<nlohmann::json> json = ParseBoundedJson(text);
+  if (!json.ok()) return "";
+  const auto base = json->find("base");
+  return base != json->end() && base->is_string() ? base->get<std::string>() : "";
 }
 
 absl::Status ModelNotFound(const std::string& name) {
@@ -319,6 +324,7 @@ absl::StatusOr<Catalog::Found> Catalog::Find(const std::string& name) const {
     found.files.name = name;
     if (fs::path folder = Below(root, name);
         !folder.empty() && fs::is_regular_file(folder / kIndexFile, ec)) {
+      RETURN_IF_ERROR(CheckLinks(model_roots_, folder));
       found.files.folder = folder.string();
       found.source = folder.lexically_relative(root).string();
       found.paths = {folder.string()};
@@ -328,8 +334,8 @@ absl::StatusOr<Catalog::Found> Catalog::Find(const std::string& name) const {
     fs::path file = Below(root, absl::StrCat(name, kWeightFile));
     if (file.empty() || !fs::is_regular_file(file, ec)) continue;
     fs::path sidecar = Below(root, absl::StrCat(name, ".json"));
-    const nlohmann::json json = sidecar.empty() ? nlohmann::json() : ReadJson(sidecar);
-    if (!json.is_object() || !json.contains("base") || !json["base"].is_string()) {
+    ASSIGN_OR_RETURN(const std::string base_name, ReadBase(sidecar));
+    if (base_name.empty()) {
       return MakeError(
           absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
           absl::StrCat(
@@ -337,14 +343,14 @@ absl::StatusOr<Catalog::Found> Catalog::Find(const std::string& name) const {
               ".json with {\"base\": \"MODEL\"}, naming the model whose text encoders and VAE it uses"),
           {{"model", name}});
     }
-    const auto base_name = json["base"].get<std::string>();
     fs::path base;
     for (const std::string& base_root : model_roots_) {
       if (base.empty() && IsValidName(base_name)) base = Below(base_root, base_name);
     }
     if (base.empty() || !fs::is_regular_file(base / kIndexFile, ec)) {
-      return WithPrefix(ModelNotFound(base_name), absl::StrCat("base of ", name, ": "));
+      return WithPrefix(ModelNotFound(std::string(CutUtf8(base_name, 128))), absl::StrCat("base of ", name, ": "));
     }
+    RETURN_IF_ERROR(CheckLinks(model_roots_, base));
     found.files.file = file.string();
     found.files.base_folder = base.string();
     found.source = file.lexically_relative(root).string();

@@ -2,7 +2,8 @@
 // name.
 //
 // Names are paths below a root without the file's extension ("portraits/inkwash"). They resolve inside the
-// roots only: a name with "..", an absolute path, or a link that leads out of the root is not found. Files
+// roots only: a name with "..", an absolute path, or a link that leads out of the root is not found, and a model with
+// a link in its folder that leads out of all roots is refused. Files
 // are looked at on every call, so that what is added, replaced or removed is seen without a restart; opened
 // models are kept until their files change.
 //

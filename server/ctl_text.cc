@@ -18,6 +18,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "cache/error.h"
+#include "cache/utf8.h"
 
 namespace latentd::ctl {
 namespace {
@@ -97,7 +98,7 @@ std::string ErrorText(const absl::Status& status, bool json) {
     Json object = {{"code", code}, {"reason", reason}, {"message", std::string(status.message())}};
     object["details"] = Json::object();
     for (const auto& [key, value] : details) object["details"][key] = value;
-    return object.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+    return EscapeUnsafe(object.dump(-1, ' ', false, Json::error_handler_t::replace)) + "\n";
   }
   std::string out = absl::StrCat("latentctl: ", code, reason.empty() || reason == code ? "" : " ",
                                  reason == code ? "" : reason, ": ", Printable(status.message()), "\n");
@@ -244,9 +245,18 @@ std::vector<std::string> FitTable(const std::vector<Column>& columns, const Rows
 }
 
 std::string Printable(absl::string_view text) {
-  std::string out(text);
-  for (char& c : out) {
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = c == '\n' ? ' ' : '?';
+  std::string out;
+  out.reserve(text.size());
+  while (!text.empty()) {
+    const absl::string_view before = text;
+    const int32_t code = TakeCharacter(text);
+    if (code == '\n') {
+      out += ' ';
+    } else if (IsUnsafeToShow(code)) {
+      out += '?';
+    } else {
+      absl::StrAppend(&out, before.substr(0, before.size() - text.size()));
+    }
   }
   return out;
 }
@@ -259,7 +269,7 @@ std::string MessageJson(const pb::Message& message, bool raw) {
   options.always_print_primitive_fields = true;
   std::string out;
   if (!pb::util::MessageToJsonString(*copy, &out, options).ok()) return "{}";
-  return out;
+  return EscapeUnsafe(out);
 }
 
 absl::StatusOr<v1::LoraRef> ParseLora(absl::string_view text) {

@@ -80,10 +80,12 @@ struct Column {
 // The heading and the rows, each in at most `width` columns; 0: as wide as they need to be.
 std::vector<std::string> FitTable(const std::vector<Column>& columns, const Rows& rows, int width);
 
-// What a server sent, safe to print: control characters become '?'.
+// What a server sent, safe to print: what drives a terminal, hides or turns text (IsUnsafeToShow) becomes '?', the end
+// of a line a space. Every text of a server's that is shown goes through here or through MessageJson.
 std::string Printable(absl::string_view text);
 
-// The proto's JSON mapping on one line, all fields shown. Without `raw`, bytes fields are left empty.
+// The proto's JSON mapping on one line, all fields shown, and what is unsafe to show written as \u escapes. Without
+// `raw`, bytes fields are left empty.
 std::string MessageJson(const google::protobuf::Message& message, bool raw);
 
 // "night" or "night:0.5". A colon whose right side is no number belongs to the name. Errors:

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "cache/utf8.h"
 #include "google/protobuf/util/time_util.h"
 #include "server/grpc_errors.h"
 #include "server/params.h"
@@ -259,8 +260,7 @@ class SessionReactor
                                 request_.set_loras().patch_mode());
       case v1::SessionRequest::kCancel:
         if (absl::Status status = scope_->CancelJob(request_.cancel().job_id()); !status.ok()) {
-          client_->OnError(request_.request_id(), request_.cancel().job_id().substr(0, kMaxRequestId),
-                           status);
+          client_->OnError(request_.request_id(), std::string(CutUtf8(request_.cancel().job_id(), kMaxRequestId)), status);
         }
         return;
       case v1::SessionRequest::kClose:
@@ -274,7 +274,7 @@ class SessionReactor
   // A message that cannot be taken: the stream ends before `open`, and goes on after it.
   void Refuse(const absl::Status& status) {
     if (client_ == nullptr) return Fail(status);
-    client_->OnError(request_.request_id().substr(0, kMaxRequestId), "", status);
+    client_->OnError(std::string(CutUtf8(request_.request_id(), kMaxRequestId)), "", status);
   }
 
   void Open() {

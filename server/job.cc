@@ -10,6 +10,7 @@
 #include "server/embedding_set.h"
 #include "server/image_codec.h"
 #include "server/latents_file.h"
+#include "server/logging.h"
 #include "server/measurements.h"
 #include "server/memory_meter.h"
 #include "server/params.h"
@@ -607,10 +608,10 @@ void Job::Finish(absl::Status status) {
   setup_.request_memory.Release();
   decoded_memory_.Release();
   if (status.ok()) {
-    spdlog::info("job done session={} job={} steps={} total_ms={:.0f}", setup_.owner, setup_.job_id,
+    spdlog::info("job done session={} job={} steps={} total_ms={:.0f}", setup_.owner, LogField(setup_.job_id),
                  steps_.load(), timings_.total_ms());
   } else {
-    spdlog::info("job ended session={} job={} reason={}", setup_.owner, setup_.job_id,
+    spdlog::info("job ended session={} job={} reason={}", setup_.owner, LogField(setup_.job_id),
                  ErrorReason(status).empty() ? absl::StatusCodeToString(status.code()) : ErrorReason(status));
   }
   setup_.on_end(std::move(status));

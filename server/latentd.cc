@@ -2,6 +2,7 @@
 // work, 1 for anything else.
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -26,6 +27,9 @@ void WaitPassively(char** argv) {
   execv("/proc/self/exe", argv);
 }
 
+// The second start is known to the system by the link that it went through: "exe". Threads take their name from here.
+void NameProcess() { prctl(PR_SET_NAME, "latentd"); }
+
 // Connections are counted against the limit of open files; the soft one is low by habit.
 void RaiseFileLimit() {
   rlimit limit = {};
@@ -38,6 +42,7 @@ void RaiseFileLimit() {
 
 int main(int argc, char** argv) {
   WaitPassively(argv);
+  NameProcess();
   RaiseFileLimit();
   const latentd::DaemonCommand command = latentd::ParseDaemonCommandLine(argc, argv, std::cout, std::cerr);
   if (command.exit) return command.exit_code;

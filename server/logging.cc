@@ -1,14 +1,20 @@
 #include "server/logging.h"
 
+#include <google/protobuf/stubs/logging.h>
+#include <grpc/support/log.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
+#include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
+#include "cache/utf8.h"
 
 namespace latentd {
 namespace {
@@ -24,23 +30,6 @@ absl::string_view LevelText(const spdlog::details::log_msg& line) {
   return {text.data(), text.size()};
 }
 
-// Control characters as \n, \t or \x1b, so that nobody can forge a line or drive a terminal.
-std::string OneLine(absl::string_view text) {
-  std::string out;
-  for (unsigned char c : text) {
-    if (c == '\n') {
-      out += "\\n";
-    } else if (c == '\t') {
-      out += "\\t";
-    } else if (c < 0x20 || c == 0x7f) {
-      absl::StrAppend(&out, "\\x", absl::Hex(c, absl::kZeroPad2));
-    } else {
-      out += static_cast<char>(c);
-    }
-  }
-  return out;
-}
-
 class LineFormatter : public spdlog::formatter {
  public:
   explicit LineFormatter(bool json) : json_(json) {}
@@ -53,11 +42,11 @@ class LineFormatter : public spdlog::formatter {
                      {"level", std::string(LevelText(line))},
                      {"message", std::string(message)}};
       // Invalid UTF-8 becomes U+FFFD in place of an exception.
-      text = object.dump(-1, ' ', false, Json::error_handler_t::replace);
+      text = EscapeUnsafe(object.dump(-1, ' ', false, Json::error_handler_t::replace));
     } else {
       std::string level(LevelText(line));
       level.resize(7, ' ');
-      text = absl::StrCat(TimeText(line), " ", level, " ", OneLine(message));
+      text = absl::StrCat(TimeText(line), " ", level, " ", EscapeUnsafe(message));
     }
     text += '\n';
     out.append(text.data(), text.data() + text.size());
@@ -71,6 +60,32 @@ class LineFormatter : public spdlog::formatter {
 
 }  // namespace
 
+namespace {
+
+// What gRPC calls an error is most often a client's.
+void LogOfGrpc(gpr_log_func_args* line) {
+  const auto level = line->severity == GPR_LOG_SEVERITY_ERROR  ? spdlog::level::warn
+                     : line->severity == GPR_LOG_SEVERITY_INFO ? spdlog::level::info
+                                                               : spdlog::level::debug;
+  spdlog::log(level, "grpc at={}:{} message={}", LogField(line->file), line->line, LogField(line->message));
+}
+
+void LogOfProtobuf(google::protobuf::LogLevel severity, const char* file, int line, const std::string& message) {
+  const auto level = severity >= google::protobuf::LOGLEVEL_WARNING ? spdlog::level::warn : spdlog::level::info;
+  spdlog::log(level, "protobuf at={}:{} message={}", LogField(file), line, LogField(message));
+}
+
+}  // namespace
+
+std::string LogField(absl::string_view value) {
+  constexpr absl::string_view kPlain = "._-/:@+,%~";
+  const bool plain = !value.empty() && std::all_of(value.begin(), value.end(), [&](unsigned char c) {
+    return absl::ascii_isalnum(c) || absl::StrContains(kPlain, static_cast<char>(c));
+  });
+  if (plain) return std::string(value);
+  return absl::StrCat("\"", EscapeUnsafe(absl::StrReplaceAll(value, {{"\\", "\\\\"}, {"\"", "\\\""}})), "\"");
+}
+
 std::unique_ptr<spdlog::formatter> MakeLogFormatter(const std::string& format) {
   return std::make_unique<LineFormatter>(format == "json");
 }
@@ -82,6 +97,8 @@ void SetUpLogging(const std::string& level, const std::string& format) {
   logger->set_level(spdlog::level::from_str(level));
   logger->flush_on(spdlog::level::trace);
   spdlog::set_default_logger(std::move(logger));
+  gpr_set_log_function(LogOfGrpc);
+  google::protobuf::SetLogHandler(LogOfProtobuf);
 }
 
 }  // namespace latentd

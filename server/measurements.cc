@@ -1,12 +1,22 @@
 #include "server/measurements.h"
 
-#include <algorithm>
-#include <cmath>
-#include <filesystem>
-#include <fstream>
-#include <nlohmann/json.hpp>
+#include <sys/stat.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "cache/bounded_json.h"
+#include "cache/error.h"
+#include "cache/text_file.h"
+#include "cache/utf8.h"
 #include "spdlog/spdlog.h"
 
 namespace latentd {
@@ -23,29 +33,51 @@ constexpr double kMoreThanFailed = 1.25;
 // Requests choose shapes: as many as are kept.
 constexpr size_t kMaxKeys = 4096;
 
+// What a file may say. More bytes than any machine has would refuse every job for good.
+constexpr int64_t kMaxFileBytes = 16 << 20;
+constexpr int64_t kMaxWorkingBytes = int64_t{1} << 46;
+constexpr double kMaxSeconds = 1e6;
+
+using Values = std::map<std::string, PhaseMeasurement>;
+
+// Entries that make no sense are left out. Errors: those of ReadTextFile; DATA_LOSS CORRUPT_FILE.
+absl::StatusOr<Values> Read(const std::string& path) {
+  ASSIGN_OR_RETURN(const std::string text, ReadTextFile(path, kMaxFileBytes));
+  ASSIGN_OR_RETURN(const nlohmann::json json, ParseBoundedJson(text));
+  const auto version = json.find("version"), phases = json.find("phases");
+  if (!json.is_object() || version == json.end() || *version != kVersion || phases == json.end() ||
+      !phases->is_object()) {
+    return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE", "it is not a file of measurements");
+  }
+  Values values;
+  for (const auto& [key, value] : phases->items()) {
+    const auto bytes = value.find("working_bytes"), seconds = value.find("seconds");
+    if (bytes == value.end() || !bytes->is_number_integer() || seconds == value.end() ||
+        !seconds->is_number())
+      continue;
+    const PhaseMeasurement m{bytes->get<int64_t>(), seconds->get<double>()};
+    const bool sensible = m.working_bytes >= 0 && m.working_bytes <= kMaxWorkingBytes &&
+                          m.seconds_per_slice >= 0 && m.seconds_per_slice <= kMaxSeconds;
+    if (sensible) values[key] = m;
+  }
+  return values;
+}
+
 }  // namespace
 
 Measurements::Measurements(std::string folder)
     : path_(folder.empty() ? "" : absl::StrCat(folder, "/measurements.json")) {
-  if (path_.empty()) return;
-  std::ifstream file(path_);
-  if (!file) return;
-  const nlohmann::json json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object() || json.value("version", 0) != kVersion || !json.contains("phases") ||
-      !json["phases"].is_object()) {
-    spdlog::warn("{} is not a file of measurements; it is ignored", path_);
+  struct stat st = {};
+  if (path_.empty() || (lstat(path_.c_str(), &st) != 0 && errno == ENOENT)) return;
+  absl::StatusOr<Values> values = Read(path_);
+  if (!values.ok()) {
+    spdlog::warn("{}: nothing that was measured before is known: {}", path_,
+                 std::string(values.status().message()));
+    SetAside();
     return;
   }
   MutexLock lock(&mu_);
-  for (const auto& [key, value] : json["phases"].items()) {
-    if (!value.is_object() || !value.contains("working_bytes") || !value["working_bytes"].is_number() ||
-        !value.contains("seconds") || !value["seconds"].is_number()) {
-      continue;
-    }
-    const PhaseMeasurement m{value["working_bytes"].get<int64_t>(), value["seconds"].get<double>()};
-    if (m.working_bytes >= 0 && m.seconds_per_slice >= 0 && std::isfinite(m.seconds_per_slice))
-      values_[key] = m;
-  }
+  values_ = *std::move(values);
 }
 
 WorkingPromise Measurements::Promise(const std::string& key, int64_t estimate) const {
@@ -84,7 +116,7 @@ std::optional<PhaseMeasurement> Measurements::Find(const std::string& key) const
 }
 
 void Measurements::Record(const std::string& key, int64_t working_bytes, double seconds_per_slice) {
-  std::map<std::string, PhaseMeasurement> copy;
+  Values copy;
   {
     MutexLock lock(&mu_);
     PhaseMeasurement& m = At(key);
@@ -104,25 +136,28 @@ void Measurements::Forget(const std::string& key) {
   if (it != values_.end()) it->second.working_bytes = 0;
 }
 
-void Measurements::Save(const std::map<std::string, PhaseMeasurement>& values) {
+void Measurements::SetAside() {
+  const std::string aside = absl::StrCat(path_, ".broken");
+  if (rename(path_.c_str(), aside.c_str()) == 0) {
+    spdlog::warn("{} was renamed to {}", path_, aside);
+  } else {
+    spdlog::warn("{} cannot be renamed: {}", path_, std::strerror(errno));
+  }
+}
+
+void Measurements::Save(const Values& values) {
   nlohmann::json phases = nlohmann::json::object();
   for (const auto& [key, m] : values) {
-    phases[key] = {{"working_bytes", m.working_bytes}, {"seconds", m.seconds_per_slice}};
+    phases[ValidUtf8(key)] = {{"working_bytes", m.working_bytes}, {"seconds", m.seconds_per_slice}};
   }
   MutexLock lock(&file_mu_);
   std::error_code error;
   std::filesystem::create_directories(std::filesystem::path(path_).parent_path(), error);
-  const std::string fresh = absl::StrCat(path_, ".new");  // renamed when it is whole
-  {
-    std::ofstream file(fresh, std::ios::trunc);
-    file << nlohmann::json{{"version", kVersion}, {"phases", phases}}.dump(1) << "\n";
-    if (!file.flush()) {
-      spdlog::warn("cannot write {}; measurements are not kept", fresh);
-      return;
-    }
-  }
-  std::filesystem::rename(fresh, path_, error);
-  if (error) spdlog::warn("cannot write {}: {}", path_, error.message());
+  const absl::Status status =
+      ReplaceTextFile(path_, nlohmann::json{{"version", kVersion}, {"phases", phases}}.dump(1) + "\n");
+  // Once: it is tried again after every job.
+  if (!status.ok() && !said_) spdlog::warn("measurements are not kept: {}", std::string(status.message()));
+  said_ = !status.ok();
 }
 
 }  // namespace latentd

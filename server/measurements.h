@@ -41,8 +41,8 @@ struct WorkingPromise {
 
 class Measurements {
  public:
-  // Empty: nothing is kept across restarts. A file that cannot be read, or is not one of ours, counts as
-  // empty.
+  // Empty: nothing is kept across restarts. Whatever cannot be read as a file of ours is said in the log and
+  // renamed to measurements.json.broken, so that a new one can be written.
   explicit Measurements(std::string folder);
 
   // What to promise for activations: the high-water mark of such phases and a margin, else the estimate.
@@ -60,12 +60,14 @@ class Measurements {
 
  private:
   PhaseMeasurement& At(const std::string& key) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void SetAside();
   void Save(const std::map<std::string, PhaseMeasurement>& values);
 
   const std::string path_;
   mutable Mutex mu_;
   std::map<std::string, PhaseMeasurement> values_ ABSL_GUARDED_BY(mu_);
-  Mutex file_mu_;  // of the file; taken alone
+  Mutex file_mu_;                                // of the file; taken alone
+  bool said_ ABSL_GUARDED_BY(file_mu_) = false;  // that it cannot be written
 };
 
 }  // namespace latentd

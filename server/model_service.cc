@@ -5,16 +5,20 @@
 #include <filesystem>
 #include <map>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "cache/utf8.h"
 #include "google/protobuf/util/time_util.h"
 #include "patcher/model_patch.h"
 #include "patcher/patch_identity.h"
 #include "server/embedding_set.h"
+#include "server/logging.h"
 #include "server/params.h"
+#include "server/tensor_guard.h"
 #include "server/unary.h"
 #include "server/upload_call.h"
 #include "spdlog/spdlog.h"
@@ -126,7 +130,7 @@ v1::Embedding ToProto(const EmbeddingFile& embedding, const std::string& short_n
   proto.set_trigger(absl::StrCat("<", short_name, ">"));
   const auto opened = embedding.Open();
   if (!opened.ok()) {
-    proto.set_problem(std::string(opened.status().message()));
+    proto.set_problem(ValidUtf8(opened.status().message()));
     return proto;
   }
   proto.set_tokens(static_cast<int>(opened->shape.tokens));
@@ -136,6 +140,23 @@ v1::Embedding ToProto(const EmbeddingFile& embedding, const std::string& short_n
       (*proto.mutable_widths())[std::string(EmbeddingEncoderName(encoder))] = static_cast<int>(columns);
   }
   proto.set_family(std::string(opened->shape.family()));
+  return proto;
+}
+
+// What `describe` says of an item of a list; of one that it fails on, the name alone. One file never takes a list
+// from everybody.
+template <typename Proto>
+Proto Described(absl::string_view kind, const std::string& name, absl::FunctionRef<absl::StatusOr<Proto>()> describe) {
+  Proto proto;
+  const absl::Status status = GuardTensorCode(absl::StrCat("the description of ", kind, " ", name), [&]() -> absl::Status {
+    ASSIGN_OR_RETURN(proto, describe());
+    return absl::OkStatus();
+  });
+  if (!status.ok()) {
+    spdlog::warn("{} {} is listed by name alone: {}", std::string(kind), name, LogField(status.message()));
+    proto = Proto();
+    proto.set_name(name);
+  }
   return proto;
 }
 
@@ -151,14 +172,12 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListModels(grpc::CallbackServerConte
   return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     const std::vector<std::string> names = core_->catalog->ModelNames();
     return AnswerPage(names, *request, response, [&](size_t i) {
-      auto model = core_->catalog->Model(names[i]);
-      if (model.ok()) {
-        *response->add_models() = ToProto(**model);
-        return;
-      }
+      v1::Model& proto = *response->add_models();
       // Listed by name, so that it is not a riddle where it went; GetModel says why.
-      spdlog::warn("model {}: {}", names[i], std::string(model.status().message()));
-      response->add_models()->set_name(names[i]);
+      proto = Described<v1::Model>("model", names[i], [&]() -> absl::StatusOr<v1::Model> {
+        ASSIGN_OR_RETURN(std::shared_ptr<const OpenModel> model, core_->catalog->Model(names[i]));
+        return ToProto(*model);
+      });
     });
   });
 }
@@ -179,7 +198,10 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListLoras(grpc::CallbackServerContex
   return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     const std::vector<LoraFile> loras = core_->catalog->Loras();
     return AnswerPage(NamesOf(loras), *request, response,
-                      [&](size_t i) { *response->add_loras() = DescribeLora(*core_, loras[i]); });
+                      [&](size_t i) {
+                        *response->add_loras() = Described<v1::Lora>(
+                            "LoRA", loras[i].name, [&] { return DescribeLora(*core_, loras[i]); });
+                      });
   });
 }
 
@@ -193,7 +215,8 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListEmbeddings(grpc::CallbackServerC
     return AnswerPage(names, *request, response, [&](size_t i) {
       const std::string last = names[i].substr(names[i].rfind('/') + 1);
       const bool alone = by_last_segment.at(last).size() == 1;
-      *response->add_embeddings() = ToProto(embeddings[i], alone ? last : names[i]);
+      *response->add_embeddings() = Described<v1::Embedding>(
+          "embedding", names[i], [&] { return ToProto(embeddings[i], alone ? last : names[i]); });
     });
   });
 }
@@ -218,8 +241,8 @@ grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerCont
     }
     for (const auto& [key, value] : patch->metadata()) {
       if (response->metadata().size() >= kMaxMetadataEntries) break;
-      (*response->mutable_metadata())[key.substr(0, kMaxMetadataValue)] =
-          value.size() <= kMaxMetadataValue ? value : value.substr(0, kMaxMetadataValue) + "…";
+      (*response->mutable_metadata())[std::string(CutUtf8(key, kMaxMetadataValue))] =
+          value.size() <= kMaxMetadataValue ? value : absl::StrCat(CutUtf8(value, kMaxMetadataValue), "…");
     }
     if (request->has_model()) {
       ASSIGN_OR_RETURN(std::shared_ptr<const OpenModel> model, core_->catalog->Model(request->model()));

@@ -7,9 +7,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <utility>
 #include <vector>
 
@@ -18,7 +18,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "cache/bounded_json.h"
 #include "cache/error.h"
+#include "cache/text_file.h"
 #include "nlohmann/json.hpp"
 #include "server/names.h"
 #include "spdlog/spdlog.h"
@@ -32,8 +34,9 @@ constexpr char kPrefix[] = "uploads/";
 constexpr char kExtension[] = ".safetensors";
 constexpr char kIncoming[] = ".incoming";
 constexpr char kNote[] = "note";
+constexpr char kBroken[] = ".broken";
 constexpr int kNoteVersion = 1;
-constexpr size_t kMaxNoteBytes = 4096;
+constexpr int64_t kMaxNoteBytes = 4096;
 constexpr size_t kMaxNameBytes = 120;
 // Beyond that a time cannot be told to clients.
 constexpr absl::Duration kMaxTtl = absl::Hours(24 * 365 * 100);
@@ -88,7 +91,9 @@ absl::StatusOr<Fd> CreateNew(const std::string& path) {
 }
 
 int64_t MtimeNs(const struct stat& st) {
-  return int64_t{st.st_mtim.tv_sec} * 1'000'000'000 + st.st_mtim.tv_nsec;
+  // Unsigned, because some file systems can say more seconds than these are nanoseconds for; it only has to differ.
+  return static_cast<int64_t>(static_cast<uint64_t>(st.st_mtim.tv_sec) * 1'000'000'000 +
+                              static_cast<uint64_t>(st.st_mtim.tv_nsec));
 }
 
 // Size and time of a regular file; false when there is none.
@@ -101,7 +106,7 @@ bool Stat(const std::string& path, int64_t& bytes, int64_t& mtime_ns) {
 }
 
 absl::StatusOr<std::string> HashOf(const std::string& path) {
-  const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
   if (!fd) return DiskError("read", path, errno);
   Sha256 sum;
   std::string buffer(1 << 20, '\0');
@@ -112,6 +117,31 @@ absl::StatusOr<std::string> HashOf(const std::string& path) {
     if (got == 0) return sum.Finish();
     sum.Update(absl::string_view(buffer.data(), static_cast<size_t>(got)));
   }
+}
+
+// What a file's time or a note says, where a client can be told it; else it never comes.
+absl::Time Tellable(absl::Time expires) {
+  return expires > absl::Now() + kMaxTtl ? absl::InfiniteFuture() : std::max(expires, absl::UnixEpoch());
+}
+
+// Out of the way, under a name that is nobody's.
+void SetAside(const std::string& path) {
+  const std::string aside = absl::StrCat(path, kBroken);
+  if (rename(path.c_str(), aside.c_str()) == 0) {
+    spdlog::warn("upload: {} was renamed to {}", path, aside);
+  } else {
+    spdlog::warn("upload: cannot rename {}: {}", path, std::strerror(errno));
+  }
+}
+
+// Errors: those of ReadTextFile; DATA_LOSS CORRUPT_FILE.
+absl::StatusOr<nlohmann::json> ReadNote(const std::string& path) {
+  ASSIGN_OR_RETURN(const std::string text, ReadTextFile(path, kMaxNoteBytes));
+  absl::StatusOr<nlohmann::json> note = ParseBoundedJson(text);
+  if (note.ok() && !note->is_object()) {
+    return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE", "is no note of an upload");
+  }
+  return note;
 }
 
 absl::Status BadFolder(const std::string& folder, absl::string_view why) {
@@ -163,7 +193,12 @@ absl::StatusOr<std::unique_ptr<UploadStore>> UploadStore::Open(Options options) 
 
 absl::Status UploadStore::Lock() {
   const std::string path = absl::StrCat(folder(), "/.lock");
-  lock_ = Fd(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+  for (bool last : {false, true}) {
+    lock_ = Fd(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
+    // A folder, a link, a socket.
+    if (lock_ || last || (errno != EISDIR && errno != ELOOP && errno != ENXIO)) break;
+    SetAside(path);
+  }
   if (lock_ && flock(lock_.get(), LOCK_EX | LOCK_NB) == 0) return absl::OkStatus();
   if (lock_ && errno == EWOULDBLOCK) {
     return MakeError(
@@ -177,9 +212,11 @@ void UploadStore::Scan() {
   std::error_code error;
   std::vector<fs::path> leftover;
   const fs::path root(folder());
-  for (auto it = fs::recursive_directory_iterator(root / "uploads", error);
+  constexpr auto kSkip = fs::directory_options::skip_permission_denied;
+  for (auto it = fs::recursive_directory_iterator(root / "uploads", kSkip, error);
        !error && it != fs::recursive_directory_iterator(); it.increment(error)) {
     const fs::path& path = it->path();
+    if (it.depth() >= static_cast<int>(kMaxSegments)) it.disable_recursion_pending();
     const std::string file = path.filename().string();
     if (absl::StartsWith(file, ".") && absl::EndsWith(file, ".json")) {
       const std::string stem(absl::StripSuffix(absl::StripPrefix(file, "."), ".json"));
@@ -197,24 +234,26 @@ void UploadStore::Scan() {
 
 UploadStore::File UploadStore::Describe(const std::string& name, int64_t bytes, int64_t mtime_ns) const {
   File file{.bytes = bytes, .mtime_ns = mtime_ns, .sha256 = "", .expires = absl::InfiniteFuture()};
-  file.expires = absl::FromUnixNanos(mtime_ns) + options_.ttl;
-  std::ifstream stream(NoteOf(name), std::ios::binary);
-  std::string text(kMaxNoteBytes, '\0');
-  stream.read(text.data(), static_cast<std::streamsize>(text.size()));
-  text.resize(static_cast<size_t>(stream.gcount()));
-  const nlohmann::json note = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
-  const auto number = [&](const char* key, int64_t otherwise) {
-    auto it = note.find(key);
-    return it != note.end() && it->is_number_integer() ? it->get<int64_t>() : otherwise;
-  };
-  if (!note.is_object() || number("version", 0) != kNoteVersion || number("bytes", -1) != bytes ||
-      number("mtime_ns", -1) != mtime_ns) {
+  file.expires = Tellable(absl::FromUnixNanos(mtime_ns) + options_.ttl);
+  const std::string path = NoteOf(name);
+  struct stat st = {};
+  if (lstat(path.c_str(), &st) != 0 && errno == ENOENT) return file;
+  const absl::StatusOr<nlohmann::json> note = ReadNote(path);
+  if (!note.ok()) {
+    spdlog::warn("upload {} is kept for the usual time: {}: {}", name, path, std::string(note.status().message()));
+    SetAside(path);
     return file;
   }
-  if (auto sum = note.find("sha256"); sum != note.end() && sum->is_string())
-    file.sha256 = sum->get<std::string>();
+  const auto number = [&](const char* key, int64_t otherwise) {
+    auto it = note->find(key);
+    return it != note->end() && it->is_number_integer() ? it->get<int64_t>() : otherwise;
+  };
+  if (number("version", 0) != kNoteVersion || number("bytes", -1) != bytes || number("mtime_ns", -1) != mtime_ns) {
+    return file;
+  }
+  if (auto sum = note->find("sha256"); sum != note->end() && sum->is_string()) file.sha256 = sum->get<std::string>();
   const int64_t expires_ms = number("expires_ms", -1);
-  file.expires = expires_ms < 0 ? absl::InfiniteFuture() : absl::FromUnixMillis(expires_ms);
+  file.expires = expires_ms < 0 ? absl::InfiniteFuture() : Tellable(absl::FromUnixMillis(expires_ms));
   return file;
 }
 
@@ -537,6 +576,7 @@ absl::Status UploadStore::Remove(const std::string& name) {
   // The file first: a note without a file is removed at the next start.
   if (unlink(path.c_str()) != 0 && errno != ENOENT) return DiskError("remove", path, errno);
   unlink(NoteOf(name).c_str());
+  unlink(absl::StrCat(NoteOf(name), kBroken).c_str());
   fs::path folder = fs::path(path).parent_path();
   SyncFolder(folder);
   const fs::path top = fs::path(this->folder()) / "uploads";

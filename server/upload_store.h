@@ -4,7 +4,8 @@
 // are
 //
 //   uploads/alice/night.safetensors    the file
-//   uploads/alice/.night.json          its SHA-256 and when it expires
+//   uploads/alice/.night.json          its SHA-256 and when it expires; with .broken behind it: what was there and
+//                                      was no such note
 //   .incoming/ID/night.safetensors     a file on its way; what is there at start is left over, and removed
 //   .lock                              held by the server that uses the folder
 //

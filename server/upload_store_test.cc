@@ -13,6 +13,8 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -21,6 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "cache/error.h"
+#include "server/garbage_files.h"
 #include "server/sha256.h"
 
 namespace latentd {
@@ -502,6 +505,64 @@ TEST_F(UploadStoreTest, AnUploadForWhichNoFileCanBeOpenedLeavesNothing) {
   EXPECT_THAT(Files(), IsEmpty());
 }
 
+TEST_F(UploadStoreTest, WhateverLiesWhereANoteBelongsTheServerStartsAndGoesOn) {
+  ASSERT_TRUE(Put("x", "data").ok());
+  const fs::path note = options_.folder + "/uploads/.x.json";
+  const auto expect_that_it_goes_on = [&](const std::string& what) {
+    SCOPED_TRACE(what);
+    Reopen();
+    const auto found = store_->Find("uploads/x");
+    ASSERT_TRUE(found);
+    EXPECT_TRUE(found->expires == absl::InfiniteFuture() ||
+                (found->expires >= absl::UnixEpoch() && found->expires < now_ + absl::Hours(24 * 365 * 101)));
+    // It is renewed, so the note can be written.
+    const auto again = store_->Begin(Header("x", "data"));
+    ASSERT_TRUE(again.ok()) << again.status();
+    ASSERT_TRUE(std::holds_alternative<StoredUpload>(*again));
+    Reopen();
+    EXPECT_GE(store_->Find("uploads/x")->expires, now_ + absl::Hours(24) - absl::Milliseconds(1));
+  };
+  for (const auto& [name, make] : ThingsThatAreNoFile()) {
+    fs::remove_all(note);
+    fs::remove_all(note.string() + ".broken");
+    make(note);
+    expect_that_it_goes_on(name);
+    EXPECT_TRUE(fs::exists(fs::symlink_status(note.string() + ".broken"))) << name;
+  }
+  fs::remove_all(note.string() + ".broken");
+  const nlohmann::json good = nlohmann::json::parse(ReadFile(note));
+  std::mt19937 random(7);
+  for (int i = 0; i < 300; ++i) {
+    const std::string text = DamagedJson(good, random);
+    std::ofstream(note, std::ios::trunc) << text;
+    Reopen();
+    // One that says so may have expired.
+    if (!store_->Find("uploads/x")) ASSERT_TRUE(Put("x", "data").ok()) << text;
+  }
+  // A time that no client can be told is none.
+  ASSERT_TRUE(store_->Delete("uploads/x").ok());
+  ASSERT_TRUE(Put("x", "data").ok());
+  nlohmann::json late = nlohmann::json::parse(ReadFile(note));
+  late["expires_ms"] = INT64_MAX;
+  std::ofstream(note, std::ios::trunc) << late;
+  Reopen();
+  EXPECT_EQ(store_->Find("uploads/x")->expires, absl::InfiniteFuture());
+  ASSERT_TRUE(store_->Delete("uploads/x").ok());
+}
+
+TEST_F(UploadStoreTest, WhateverLiesWhereTheLockBelongsGivesWay) {
+  const fs::path lock = options_.folder + "/.lock";
+  for (const auto& [name, make] : ThingsThatAreNoFile()) {
+    store_.reset();
+    fs::remove_all(lock);
+    fs::remove_all(lock.string() + ".broken");
+    make(lock);
+    Reopen();
+    ASSERT_NE(store_, nullptr) << name;
+    EXPECT_EQ(ErrorReason(UploadStore::Open(options_).status()), "UPLOAD_DIR_IN_USE") << name;
+  }
+}
+
 // What the server cannot do with its own folder: the client hears no path, and nothing stays.
 TEST_F(UploadStoreTest, AnUploadThatTheDiskRefusesLeavesNothing) {
   const auto reason = [](const absl::Status& status) {
@@ -686,7 +747,9 @@ TEST_F(UploadStoreTest, AFolderThatCannotBeMadeOrLockedIsRefused) {
   EXPECT_EQ(ErrorReason(below), "INVALID_CONFIG");
   EXPECT_THAT(std::string(below.message()), HasSubstr("cannot be made"));
   options_.folder = (root_ / "locked").string();
+  // It cannot even be put aside.
   fs::create_directories(options_.folder + "/.lock");
+  fs::create_directories(options_.folder + "/.lock.broken/full");
   const absl::Status locked = UploadStore::Open(options_).status();
   EXPECT_EQ(ErrorReason(locked), "INVALID_CONFIG");
   EXPECT_THAT(std::string(locked.message()), HasSubstr("cannot be locked"));

@@ -1,12 +1,14 @@
 #include "families/config/json_config.h"
 
 #include <cmath>
-#include <fstream>
-#include <sstream>
+#include <cstdint>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cache/bounded_json.h"
 #include "cache/error.h"
+#include "cache/utf8.h"
 #include "nlohmann/json.hpp"
 
 namespace latentd {
@@ -14,14 +16,21 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kMaxDepth = 32;
+constexpr size_t kMaxShown = 200;  // bytes of a value, in messages
 
 absl::Status Corrupt(const std::string& label, absl::string_view what) {
   return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE", absl::StrCat(label, ": ", what),
                    {{"file", label}});
 }
 
-absl::Status OutOfRange(const std::string& label, absl::string_view key, absl::string_view value) {
+// An integer that no int64_t holds is none.
+std::optional<int64_t> Integer(const Json& value) {
+  if (value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) return std::nullopt;
+  return value.get<int64_t>();
+}
+
+absl::Status OutOfRange(const std::string& label, absl::string_view key, absl::string_view all) {
+  const absl::string_view value = CutUtf8(all, kMaxShown);
   return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
                    absl::StrCat(label, ": ", key, " = ", value, " is not supported"),
                    {{"file", label}, {"key", std::string(key)}, {"value", std::string(value)}});
@@ -73,16 +82,11 @@ absl::StatusOr<JsonConfig> JsonConfig::Load(const std::string& path, int64_t max
 }
 
 absl::StatusOr<JsonConfig> JsonConfig::Parse(absl::string_view given, const std::string& label) {
-  const std::string text = WithoutPythonsNumbers(given);
-  bool too_deep = false;
-  const Json::parser_callback_t limit_depth = [&](int depth, Json::parse_event_t, Json&) {
-    if (depth > kMaxDepth) too_deep = true;
-    return !too_deep;
-  };
+  absl::StatusOr<Json> json = ParseBoundedJson(WithoutPythonsNumbers(given));
+  if (!json.ok()) return Corrupt(label, json.status().message());
+  if (!json->is_object()) return Corrupt(label, "not a JSON object");
   auto impl = std::make_unique<Impl>();
-  impl->json = Json::parse(text.begin(), text.end(), limit_depth, /*allow_exceptions=*/false);
-  if (too_deep) return Corrupt(label, "JSON is nested too deeply");
-  if (!impl->json.is_object()) return Corrupt(label, "not a JSON object");
+  impl->json = *std::move(json);
   return JsonConfig(label, std::move(impl));
 }
 
@@ -103,14 +107,12 @@ int64_t JsonConfig::Int(absl::string_view key, int64_t fallback, int64_t min, in
     Fail(WrongType(key, "an integer"));
     return fallback;
   }
-  const bool fits =
-      !value->is_number_unsigned() || value->get<uint64_t>() <= static_cast<uint64_t>(INT64_MAX);
-  const int64_t number = fits ? value->get<int64_t>() : 0;
-  if (!fits || number < min || number > max) {
+  const std::optional<int64_t> number = Integer(*value);
+  if (!number || *number < min || *number > max) {
     Fail(OutOfRange(label_, key, value->dump()));
     return fallback;
   }
-  return number;
+  return *number;
 }
 
 double JsonConfig::Double(absl::string_view key, double fallback, double min, double max) {
@@ -159,12 +161,12 @@ std::vector<int64_t> JsonConfig::Ints(absl::string_view key, std::vector<int64_t
         Fail(WrongType(key, "an array of integers"));
         return fallback;
       }
-      const int64_t number = element.get<int64_t>();
-      if (number < min || number > max) {
-        Fail(OutOfRange(label_, key, value->dump()));
+      const std::optional<int64_t> number = Integer(element);
+      if (!number || *number < min || *number > max) {
+        Fail(OutOfRange(label_, key, element.dump()));
         return fallback;
       }
-      numbers.push_back(number);
+      numbers.push_back(*number);
     }
     return numbers;
   }
@@ -233,11 +235,12 @@ std::vector<std::pair<std::string, int64_t>> JsonConfig::IntMap(absl::string_vie
     return pairs;
   }
   for (const auto& [name, number] : value->items()) {
-    if (!number.is_number_integer()) {
-      Fail(WrongType(name, "an integer"));
+    const std::optional<int64_t> integer = number.is_number_integer() ? Integer(number) : std::nullopt;
+    if (!integer) {
+      Fail(WrongType(CutUtf8(name, kMaxShown), "an integer"));
       return {};
     }
-    pairs.emplace_back(name, number.get<int64_t>());
+    pairs.emplace_back(name, *integer);
   }
   return pairs;
 }
@@ -279,30 +282,6 @@ JsonConfig JsonConfig::Object(absl::string_view key) {
     }
   }
   return JsonConfig(absl::StrCat(label_, " ", key), std::move(impl));
-}
-
-absl::StatusOr<std::string> ReadTextFile(const std::string& path, int64_t max_bytes) {
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  const std::string label = ShortPath(path);
-  const std::streamoff size = file ? static_cast<std::streamoff>(file.tellg()) : -1;
-  if (size < 0) {
-    return MakeError(absl::StatusCode::kNotFound, "MISSING_FILE", absl::StrCat("cannot read ", label),
-                     {{"file", label}});
-  }
-  if (size > max_bytes) {
-    return Corrupt(label, absl::StrCat("is ", size, " bytes; at most ", max_bytes, " are read"));
-  }
-  std::string text(static_cast<size_t>(size), '\0');
-  file.seekg(0);
-  if (!file.read(text.data(), size)) return Corrupt(label, "cannot be read to its end");
-  return text;
-}
-
-std::string ShortPath(absl::string_view path) {
-  size_t slash = path.rfind('/');
-  if (slash == absl::string_view::npos || slash == 0) return std::string(path);
-  slash = path.rfind('/', slash - 1);
-  return std::string(slash == absl::string_view::npos ? path : path.substr(slash + 1));
 }
 
 }  // namespace latentd

@@ -22,6 +22,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "cache/text_file.h"
 
 namespace latentd {
 
@@ -75,12 +76,6 @@ class JsonConfig {
   std::unique_ptr<Impl> impl_;
   absl::Status status_;
 };
-
-// The whole file, at most `max_bytes` of it. Errors: NOT_FOUND MISSING_FILE, DATA_LOSS CORRUPT_FILE.
-absl::StatusOr<std::string> ReadTextFile(const std::string& path, int64_t max_bytes);
-
-// "text_encoder/config.json" of "/models/x/text_encoder/config.json": what errors may show of a path.
-std::string ShortPath(absl::string_view path);
 
 }  // namespace latentd
 

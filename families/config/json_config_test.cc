@@ -62,6 +62,24 @@ TEST(JsonConfigTest, HugeIntegersAreOutOfRangeNotWrappedAround) {
   EXPECT_EQ(ErrorReason(json.status()), "UNSUPPORTED_MODEL");
 }
 
+TEST(JsonConfigTest, IntegersBeyondSignedOnesAreNoneInListsAndMapsEither) {
+  JsonConfig json = Parse(R"({"a": [18446744073709551615]})");
+  EXPECT_THAT(json.Ints("a", {7}, -100, 100), ElementsAre(7));
+  EXPECT_EQ(ErrorReason(json.status()), "UNSUPPORTED_MODEL");
+  JsonConfig map = Parse(R"({"a": {"k": 18446744073709551615}})");
+  EXPECT_TRUE(map.IntMap("a").empty());
+  EXPECT_EQ(ErrorReason(map.status()), "CORRUPT_FILE");
+}
+
+TEST(JsonConfigTest, AMessageShowsTheBeginningOfALongValue) {
+  std::string text = "{\"a\": [1";
+  for (int i = 0; i < 10'000; ++i) text += ",1";
+  JsonConfig json = Parse(text + "]}");
+  json.IntOrInts("a", 0, 2, 0, 10);
+  EXPECT_EQ(ErrorReason(json.status()), "UNSUPPORTED_MODEL");
+  EXPECT_LT(json.status().message().size(), 1000u);
+}
+
 TEST(JsonConfigTest, WhatIsNoObjectIsRefused) {
   for (const std::string& text :
        {std::string(""), std::string("[1]"), std::string("{\"a\": "), std::string("nul"), std::string("{}}"),

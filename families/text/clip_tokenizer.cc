@@ -84,7 +84,8 @@ absl::StatusOr<std::unique_ptr<const ClipTokenizer>> ClipTokenizer::Load(const s
   std::unique_ptr<ClipTokenizer> tokenizer(new ClipTokenizer());
   const std::string vocabulary_path = folder + "/vocab.json";
   const std::string single_path = folder + "/tokenizer.json";
-  if (!std::filesystem::exists(vocabulary_path) && std::filesystem::exists(single_path)) {
+  std::error_code ec;
+  if (!std::filesystem::exists(vocabulary_path, ec) && std::filesystem::exists(single_path, ec)) {
     ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(single_path, kMaxTokenizerBytes));
     JsonConfig model = json.Object("model");
     auto vocabulary = model.IntMap("vocab");
@@ -102,7 +103,7 @@ absl::StatusOr<std::unique_ptr<const ClipTokenizer>> ClipTokenizer::Load(const s
 
   std::string bos = "<|startoftext|>", eos = "<|endoftext|>", pad = eos, unknown = eos;
   const std::string config_path = folder + "/tokenizer_config.json";
-  if (std::filesystem::exists(config_path)) {
+  if (std::filesystem::exists(config_path, ec)) {
     ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(config_path));
     bos = json.Token("bos_token", bos);
     eos = json.Token("eos_token", eos);

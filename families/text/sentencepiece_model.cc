@@ -4,15 +4,17 @@
 
 #include <filesystem>
 
+#include "absl/base/config.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "families/text/sentencepiece_check.h"
 #include "families/text/sentencepiece_plugin.h"
 
 namespace latentd {
 namespace {
 
 // Sanitizers refuse the flag; their builds do not link gRPC into what they test.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(ABSL_HAVE_ADDRESS_SANITIZER)
 constexpr int kScope = RTLD_LOCAL;
 #else
 constexpr int kScope = RTLD_LOCAL | RTLD_DEEPBIND;
@@ -23,13 +25,14 @@ struct Plugin {
   std::string error;
 };
 
-// Beside the program, in its ../lib/latentd, or where it was built.
+// Beside the program, in its ../lib/latentd, or in the bin folder of a build tree. No path is fixed: one that was
+// there when the program was built may be anybody's where it runs.
 Plugin LoadPlugin() {
   std::error_code ec;
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", ec).parent_path();
   Plugin plugin;
   for (const std::filesystem::path& folder :
-       {program, program.parent_path() / "lib" / "latentd", std::filesystem::path(LATENTD_PLUGIN_DIR)}) {
+       {program, program.parent_path() / "lib" / "latentd", program.parent_path() / "bin"}) {
     void* library = dlopen((folder / kSentencePiecePlugin).c_str(), RTLD_NOW | kScope);
     if (library == nullptr) {
       plugin.error = dlerror();
@@ -52,13 +55,17 @@ const Plugin& ThePlugin() {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<const SentencePieceModel>> SentencePieceModel::Load(const std::string& bytes) {
+  RETURN_IF_ERROR(CheckSentencePieceModel(bytes));
   const Plugin& plugin = ThePlugin();
   if (plugin.api == nullptr) {
     return MakeError(absl::StatusCode::kInternal, "PLUGIN_MISSING",
                      absl::StrCat(kSentencePiecePlugin, " is not beside the program; install it there"));
   }
   void* model = plugin.api->create(bytes.data(), bytes.size());
-  if (model == nullptr) return nullptr;
+  if (model == nullptr) {
+    return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE",
+                     "not a SentencePiece model: the library does not take it");
+  }
   return std::unique_ptr<const SentencePieceModel>(new SentencePieceModel(model));
 }
 

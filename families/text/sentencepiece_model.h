@@ -14,7 +14,8 @@ namespace latentd {
 
 class SentencePieceModel {
  public:
-  // Null when `bytes` are no model. Errors: INTERNAL PLUGIN_MISSING when the plug-in is not installed.
+  // Errors: those of CheckSentencePieceModel, which comes before the library sees anything of `bytes`; DATA_LOSS
+  // CORRUPT_FILE when the library refuses them; INTERNAL PLUGIN_MISSING when the plug-in is not installed.
   static absl::StatusOr<std::unique_ptr<const SentencePieceModel>> Load(const std::string& bytes);
   ~SentencePieceModel();
 

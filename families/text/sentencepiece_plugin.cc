@@ -2,7 +2,9 @@
 
 #include <sentencepiece_processor.h>
 
+#include <exception>
 #include <memory>
+#include <new>
 #include <string>
 
 namespace {
@@ -12,9 +14,15 @@ using Processor = sentencepiece::SentencePieceProcessor;
 const Processor& Get(const void* model) { return *static_cast<const Processor*>(model); }
 
 void* Create(const char* bytes, size_t size) {
-  auto processor = std::make_unique<Processor>();
-  if (size == 0 || !processor->LoadFromSerializedProto({bytes, size}).ok()) return nullptr;
-  return processor.release();
+  try {
+    auto processor = std::make_unique<Processor>();
+    if (size == 0 || !processor->LoadFromSerializedProto({bytes, size}).ok()) return nullptr;
+    return processor.release();
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::exception&) {  // what the library's own double arrays throw
+    return nullptr;
+  }
 }
 
 void Destroy(void* model) { delete static_cast<Processor*>(model); }

@@ -11,7 +11,7 @@
 extern "C" {
 
 struct LatentdSentencePieceApi {
-  // Null when the bytes are no model. `destroy` ends it.
+  // Null when the bytes are no model. `destroy` ends it. REQUIRES: CheckSentencePieceModel took the bytes.
   void* (*create)(const char* bytes, size_t size);
   void (*destroy)(void* model);
   // Calls `take` for each id.

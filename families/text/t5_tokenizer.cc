@@ -34,11 +34,9 @@ absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::
   const std::string label = ShortPath(path);
   ASSIGN_OR_RETURN(const std::string bytes, ReadTextFile(path, kMaxModelBytes));
   auto impl = std::make_unique<Impl>();
-  ASSIGN_OR_RETURN(impl->model, SentencePieceModel::Load(bytes));
-  if (impl->model == nullptr) {
-    return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE",
-                     absl::StrCat(label, ": not a SentencePiece model"), {{"file", label}});
-  }
+  absl::StatusOr<std::unique_ptr<const SentencePieceModel>> model = SentencePieceModel::Load(bytes);
+  if (!model.ok()) return WithPrefix(model.status(), absl::StrCat(label, ": "));
+  impl->model = *std::move(model);
   const int64_t pieces = impl->model->size();
   if (pieces > vocabulary) {
     return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
@@ -49,7 +47,7 @@ absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::
   int64_t extra_ids = 100;
   std::string eos = "</s>", pad = "<pad>", unknown = "<unk>";
   const std::string config_path = folder + "/tokenizer_config.json";
-  if (std::filesystem::exists(config_path)) {
+  if (std::error_code ec; std::filesystem::exists(config_path, ec)) {
     ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(config_path));
     extra_ids = json.Int("extra_ids", extra_ids, 0, 1000);
     eos = json.Token("eos_token", eos);

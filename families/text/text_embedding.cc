@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cache/error.h"
+#include "cache/utf8.h"
 #include "families/text/embedding_triggers.h"
 
 namespace latentd {
@@ -21,7 +22,7 @@ absl::Status Invalid(absl::string_view what) {
 }
 
 absl::Status InvalidTensor(absl::string_view name, absl::string_view what) {
-  return Invalid(absl::StrCat("tensor ", name.substr(0, kMaxNameBytes), " ", what));
+  return Invalid(absl::StrCat("tensor ", CutUtf8(name, kMaxNameBytes), " ", what));
 }
 
 // The names of the tensors of each encoder; empty: there is none.
@@ -41,7 +42,7 @@ absl::StatusOr<Names> NamesIn(const WeightFiles& files) {
   if (tensors.size() == 1) return Names{.clip_l = tensors.begin()->first, .clip_g = {}};
   std::vector<std::string> some;
   for (const auto& [name, entry] : tensors) {
-    if (some.size() < kMaxNames) some.push_back(name.substr(0, kMaxNameBytes));
+    if (some.size() < kMaxNames) some.push_back(std::string(CutUtf8(name, kMaxNameBytes)));
   }
   return Invalid(absl::StrCat("it has ", tensors.size(), " tensors (", absl::StrJoin(some, ", "),
                               tensors.size() > kMaxNames ? ", …" : "",

@@ -90,12 +90,6 @@ TEST_F(TokenizerTest, T5RefusesBrokenFiles) {
   }
 }
 
-TEST(UnicodeTest, InvalidBytesBecomeReplacementCharacters) {
-  EXPECT_EQ(ValidUtf8("a\xff\xc3"), "a\ufffd\ufffd");
-  EXPECT_EQ(ValidUtf8("\xed\xa0\x80"), "\ufffd\ufffd\ufffd");  // a surrogate
-  EXPECT_EQ(ValidUtf8(absl::string_view("a\0b", 3)), std::string("a\0b", 3));
-}
-
 TEST(UnicodeTest, CleansUpAsTokenizersAsk) {
   EXPECT_EQ(Nfc("e\u0301"), "\u00e9");
   EXPECT_EQ(LowerCase("\u00c5\u0130\u03a3X"), "\u00e5i\u0307\u03c3x");

@@ -11,8 +11,6 @@
 namespace latentd {
 namespace {
 
-constexpr utf8proc_int32_t kReplacement = 0xFFFD;
-
 const utf8proc_uint8_t* Bytes(absl::string_view text) {
   return reinterpret_cast<const utf8proc_uint8_t*>(text.data());
 }
@@ -62,16 +60,6 @@ absl::string_view LastCharacter(absl::string_view text) {
 }
 
 }  // namespace
-
-std::string ValidUtf8(absl::string_view text) {
-  std::string out;
-  out.reserve(text.size());
-  while (!text.empty()) {
-    const utf8proc_int32_t code = Next(text);
-    Append(code < 0 ? kReplacement : code, out);
-  }
-  return out;
-}
 
 std::string Nfc(absl::string_view text) {
   utf8proc_uint8_t* mapped = nullptr;

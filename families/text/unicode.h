@@ -1,4 +1,5 @@
-// Text clean-up that tokenizers ask for. UTF-8 in, UTF-8 out; pure functions, any thread.
+// Text clean-up that tokenizers ask for. UTF-8 in, UTF-8 out; pure functions, any thread. They expect valid text:
+// see ValidUtf8.
 #ifndef LATENTD_FAMILIES_TEXT_UNICODE_H_
 #define LATENTD_FAMILIES_TEXT_UNICODE_H_
 
@@ -8,11 +9,9 @@
 #include <vector>
 
 #include "absl/strings/string_view.h"
+#include "cache/utf8.h"
 
 namespace latentd {
-
-// `text` with each invalid byte replaced by U+FFFD. The functions below expect valid text.
-std::string ValidUtf8(absl::string_view text);
 
 // Normalisation form C.
 std::string Nfc(absl::string_view text);
