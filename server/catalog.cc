@@ -31,6 +31,7 @@ constexpr char kWeightFile[] = ".safetensors";
 constexpr int kMaxDepth = 6;
 constexpr int64_t kMaxSidecarBytes = 1 << 20;
 constexpr int64_t kMaxSettingsBytes = 64 << 20;
+constexpr size_t kMaxSeenFiles = 65'536;  // whose tokens are kept
 
 uint64_t Mix(uint64_t hash, absl::string_view text) {  // FNV-1a
   for (unsigned char c : text) hash = (hash ^ c) * 1099511628211ull;
@@ -200,7 +201,49 @@ std::vector<File> AllFiles(const std::vector<std::string>& roots, absl::string_v
   return files;
 }
 
+// Which tensors of its file an embedding is.
+absl::StatusOr<EmbeddingTensors> Select(const EmbeddingFile& embedding, const WeightFiles& files) {
+  std::vector<EmbeddingTensors> all;
+  if (embedding.bundle != nullptr) {
+    all = BundledEmbeddings(files);
+  } else {
+    ASSIGN_OR_RETURN(all, EmbeddingsOf(files));
+  }
+  std::vector<std::string> names;
+  for (EmbeddingTensors& tensors : all) {
+    if (tensors.name == embedding.token) return std::move(tensors);
+    names.push_back(absl::StrCat(embedding.name, "/", tensors.name));
+  }
+  if (!embedding.token.empty()) return InvalidEmbedding("the file holds it no longer");
+  constexpr size_t kMaxShown = 10;
+  const bool cut = names.size() > kMaxShown;
+  if (cut) names.resize(kMaxShown);
+  return InvalidEmbedding(absl::StrCat("the file holds ", all.size(),
+                                       "; name one of them: ", absl::StrJoin(names, ", "), cut ? ", …" : ""));
+}
+
+// One of the textual inversions of a file that holds several.
+EmbeddingFile OfToken(const EmbeddingFile& file, const std::string& token) {
+  EmbeddingFile one = file;
+  one.name = absl::StrCat(file.name, "/", token);
+  one.id = IdOf(kEmbedding, one.name, file.id.substr(file.id.rfind('@') + 1));
+  one.token = token;
+  return one;
+}
+
 }  // namespace
+
+std::vector<EmbeddingFile> EmbeddingsOfLora(const std::string& lora,
+                                            const std::shared_ptr<const WeightFiles>& files) {
+  std::vector<EmbeddingFile> embeddings;
+  if (files == nullptr) return embeddings;
+  const EmbeddingFile whole{
+      lora, IdOf(kEmbedding, lora, files->fingerprint()), files->tensor_bytes(), "", "", files};
+  for (const EmbeddingTensors& tensors : BundledEmbeddings(*files)) {
+    embeddings.push_back(OfToken(whole, tensors.name));
+  }
+  return embeddings;
+}
 
 absl::Status EmbeddingNotFound(const std::string& name) {
   return MakeError(
@@ -272,14 +315,17 @@ absl::StatusOr<LockRequest> LoraFile::Request() const {
 
 absl::StatusOr<EmbeddingFile::Opened> EmbeddingFile::Open() const {
   const std::string prefix = absl::StrCat("embedding ", name, ": ");
-  auto files = WeightFiles::Open(path);
+  absl::StatusOr<std::shared_ptr<const WeightFiles>> files = bundle;
+  if (bundle == nullptr) files = WeightFiles::Open(path);
   if (!files.ok()) return WithPrefix(files.status(), prefix);
-  auto shape = TextEmbedding::Describe(**files);
+  const auto tensors = Select(*this, **files);
+  if (!tensors.ok()) return WithPrefix(tensors.status(), prefix);
+  auto shape = TextEmbedding::Describe(**files, *tensors);
   if (!shape.ok()) return WithPrefix(shape.status(), prefix);
   Loader loader{.kind = kEmbedding, .estimated_bytes = shape->bytes(), .use = MemoryUse::kPatches};
-  loader.load = [files = *files,
+  loader.load = [files = *files, tensors = *tensors,
                  prefix](const LoadContext& context) -> absl::StatusOr<std::shared_ptr<const Resource>> {
-    auto embedding = TextEmbedding::Load(files, context);
+    auto embedding = TextEmbedding::Load(files, tensors, context);
     if (!embedding.ok()) return WithPrefix(embedding.status(), prefix);
     return *embedding;
   };
@@ -464,16 +510,57 @@ absl::StatusOr<LoraFile> Catalog::Lora(const std::string& name) const {
   return *std::move(file);
 }
 
-std::vector<EmbeddingFile> Catalog::Embeddings() const {
-  return AllFiles<EmbeddingFile>(embedding_roots_, kEmbedding);
+std::vector<std::string> Catalog::TokensOf(const EmbeddingFile& file) const {
+  {
+    MutexLock lock(&mu_);
+    const auto known = tokens_.find(file.path);
+    if (known != tokens_.end() && known->second.first == file.id) return known->second.second;
+  }
+  std::vector<std::string> tokens;
+  if (const auto files = WeightFiles::Open(file.path); files.ok()) {
+    if (const auto all = EmbeddingsOf(**files); all.ok()) {
+      for (const EmbeddingTensors& tensors : *all) {
+        if (IsValidName(absl::StrCat(file.name, "/", tensors.name))) tokens.push_back(tensors.name);
+      }
+    }
+  }
+  MutexLock lock(&mu_);
+  if (tokens_.size() >= kMaxSeenFiles) tokens_.clear();
+  tokens_[file.path] = {file.id, tokens};
+  return tokens;
 }
 
-std::vector<std::string> Catalog::EmbeddingNames() const { return FileNames(embedding_roots_); }
+std::vector<EmbeddingFile> Catalog::Embeddings() const {
+  std::map<std::string, EmbeddingFile> by_name;
+  std::vector<EmbeddingFile> several;
+  for (EmbeddingFile& file : AllFiles<EmbeddingFile>(embedding_roots_, kEmbedding)) {
+    const std::vector<std::string> tokens = TokensOf(file);
+    for (const std::string& token : tokens) several.push_back(OfToken(file, token));
+    if (tokens.empty()) by_name.emplace(file.name, std::move(file));
+  }
+  // A file of that name goes before what another file calls so.
+  for (EmbeddingFile& one : several) by_name.emplace(one.name, std::move(one));
+  std::vector<EmbeddingFile> embeddings;
+  for (auto& [name, file] : by_name) embeddings.push_back(std::move(file));
+  return embeddings;
+}
+
+std::vector<std::string> Catalog::EmbeddingNames() const {
+  std::vector<std::string> names;
+  for (const EmbeddingFile& file : Embeddings()) names.push_back(file.name);
+  return names;
+}
 
 absl::StatusOr<EmbeddingFile> Catalog::Embedding(const std::string& name) const {
-  auto file = FindFile<EmbeddingFile>(embedding_roots_, kEmbedding, name);
+  if (auto file = FindFile<EmbeddingFile>(embedding_roots_, kEmbedding, name)) return *std::move(file);
+  const size_t slash = name.rfind('/');
+  if (slash == std::string::npos) return EmbeddingNotFound(name);
+  const auto file = FindFile<EmbeddingFile>(embedding_roots_, kEmbedding, name.substr(0, slash));
   if (!file) return EmbeddingNotFound(name);
-  return *std::move(file);
+  const std::string token = name.substr(slash + 1);
+  const std::vector<std::string> tokens = TokensOf(*file);
+  if (std::find(tokens.begin(), tokens.end(), token) == tokens.end()) return EmbeddingNotFound(name);
+  return OfToken(*file, token);
 }
 
 void Catalog::AddModel(std::shared_ptr<const OpenModel> model) {

@@ -20,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -79,17 +80,24 @@ absl::Status EmbeddingNotFound(const std::string& name);
 struct EmbeddingFile {
   std::string name;
   std::string id;  // embedding/name@fingerprint, of what lies there now
-  int64_t bytes = 0;
+  int64_t bytes = 0;  // of the file
   std::string path;
+  std::string token = {};  // which of the file's textual inversions, where it holds several
+  // The LoRA file that brings it along, as it was opened. Null: it is a file of its own, at `path`.
+  std::shared_ptr<const WeightFiles> bundle = nullptr;
 
   struct Opened {
     TextEmbeddingShape shape;
     LockRequest request;  // what the cache needs to lock it; the record holds a TextEmbedding
   };
-  // Reads the header. Errors: those of WeightFiles::Open and TextEmbedding::Describe, with the name before
-  // them.
+  // Reads the header. Errors: those of WeightFiles::Open, EmbeddingsOf and TextEmbedding::Describe, with the
+  // name before them; INVALID_EMBEDDING for a file of several where none of them is named, with their names.
   absl::StatusOr<Opened> Open() const;
 };
+
+// Those that a LoRA brings with it, as "LORA/NAME"; `files` is its file.
+std::vector<EmbeddingFile> EmbeddingsOfLora(const std::string& lora,
+                                            const std::shared_ptr<const WeightFiles>& files);
 
 class Catalog {
  public:
@@ -112,10 +120,12 @@ class Catalog {
   // Errors: NOT_FOUND LORA_NOT_FOUND.
   absl::StatusOr<LoraFile> Lora(const std::string& name) const;
 
+  // Files that hold several textual inversions stand for those, each under the name that the file gives it
+  // ("pets/cat" of pets.safetensors). In order of name.
   std::vector<EmbeddingFile> Embeddings() const;
-  // Sorted. Looks at no file.
+  // Of the same. Looks into files that it has not seen as they are now.
   std::vector<std::string> EmbeddingNames() const;
-  // Errors: NOT_FOUND EMBEDDING_NOT_FOUND.
+  // Also finds a file of several by its own name. Errors: NOT_FOUND EMBEDDING_NOT_FOUND.
   absl::StatusOr<EmbeddingFile> Embedding(const std::string& name) const;
 
   // Serves a model that is not on disk; for tests and benchmarks.
@@ -135,6 +145,8 @@ class Catalog {
   absl::StatusOr<Found> Find(const std::string& name) const;
   absl::StatusOr<std::shared_ptr<const OpenModel>> FindOrOpen(const std::string& name);
   static absl::StatusOr<std::shared_ptr<const OpenModel>> Open(const std::string& name, const Found& found);
+  // What the file calls its textual inversions; empty for one without a name, and for what is none.
+  std::vector<std::string> TokensOf(const EmbeddingFile& file) const;
 
   const std::vector<std::string> model_roots_;  // canonical paths
   const std::vector<std::string> lora_roots_;
@@ -143,6 +155,9 @@ class Catalog {
   std::map<std::string, Kept> open_ ABSL_GUARDED_BY(mu_);                              // by name
   std::map<std::string, std::weak_ptr<const OpenModel>> opened_ ABSL_GUARDED_BY(mu_);  // by id: all there are
   std::map<std::string, std::shared_ptr<const OpenModel>> added_ ABSL_GUARDED_BY(mu_);
+  // By the path of a file: its id when it was looked into, and TokensOf it.
+  mutable std::map<std::string, std::pair<std::string, std::vector<std::string>>> tokens_
+      ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace latentd

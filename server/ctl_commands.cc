@@ -49,9 +49,8 @@ absl::StatusOr<Response> Ask(const GlobalOptions& global,
 template <typename Request, typename Response>
 absl::StatusOr<Response> AskForAll(const GlobalOptions& global,
                                    grpc::Status (v1::ModelService::Stub::*method)(grpc::ClientContext*,
-                                                                                  const Request&,
-                                                                                  Response*)) {
-  Request request;
+                                                                                  const Request&, Response*),
+                                   Request request = {}) {
   Response all;
   do {
     ASSIGN_OR_RETURN(const Response page, Ask<v1::ModelService>(global, method, request));
@@ -77,6 +76,17 @@ std::string CountsText(const Map& map) {
   for (const auto& [key, count] : map) parts.push_back(Printable(absl::StrCat(key, " ", count)));
   std::sort(parts.begin(), parts.end());
   return absl::StrJoin(parts, ", ");
+}
+
+// "12 of 14 layers; not a.b, c.d", or why the file cannot be used.
+std::string FitOf(const v1::Lora& lora) {
+  if (!lora.problem().empty()) return Printable(lora.problem());
+  if (!lora.has_match()) return "";
+  const v1::LoraReport& match = lora.match();
+  if (match.unmatched_count() == 0) return "all layers";
+  return absl::StrCat(match.layers_in_file() - match.unmatched_count(), " of ", match.layers_in_file(),
+                      " layers; not ", Printable(absl::StrJoin(match.unmatched_samples(), ", ")),
+                      match.unmatched_count() > match.unmatched_samples_size() ? ", …" : "");
 }
 
 // A GenerateRequest or a PlanRequest, which have all but the priority in common.
@@ -183,13 +193,16 @@ absl::Status RunModels(const GlobalOptions& global) {
   return absl::OkStatus();
 }
 
-absl::Status RunLoras(const GlobalOptions& global) {
-  ASSIGN_OR_RETURN(const auto all, AskForAll(global, &v1::ModelService::Stub::ListLoras));
+absl::Status RunLoras(const GlobalOptions& global, const std::optional<std::string>& model) {
+  v1::ListLorasRequest request;
+  if (model) request.set_model(*model);
+  ASSIGN_OR_RETURN(const auto all, AskForAll(global, &v1::ModelService::Stub::ListLoras, request));
   if (global.json) return PrintJson(all), absl::OkStatus();
-  Rows rows = {{"NAME", "FORMAT", "LAYERS", "SIZE"}};
+  Rows rows = {{"NAME", "FORMAT", "FAMILY", "LAYERS", "SIZE", "BRINGS", model ? "FITS" : "PROBLEM"}};
   for (const v1::Lora& lora : all.loras()) {
     rows.push_back({Printable(lora.name()), lora.format().empty() ? "not usable" : Printable(lora.format()),
-                    absl::StrCat(lora.layers()), HumanBytes(lora.bytes())});
+                    Printable(lora.family()), absl::StrCat(lora.layers()), HumanBytes(lora.bytes()),
+                    Printable(absl::StrJoin(lora.embeddings(), ", ")), FitOf(lora)});
   }
   Print(TableText(rows));
   return absl::OkStatus();
@@ -198,11 +211,12 @@ absl::Status RunLoras(const GlobalOptions& global) {
 absl::Status RunEmbeddings(const GlobalOptions& global) {
   ASSIGN_OR_RETURN(const auto all, AskForAll(global, &v1::ModelService::Stub::ListEmbeddings));
   if (global.json) return PrintJson(all), absl::OkStatus();
-  Rows rows = {{"NAME", "IN PROMPTS", "FAMILY", "TOKENS", "SIZE"}};
+  Rows rows = {{"NAME", "IN PROMPTS", "FAMILY", "TOKENS", "SIZE", "PROBLEM"}};
   for (const v1::Embedding& embedding : all.embeddings()) {
     rows.push_back({Printable(embedding.name()), Printable(embedding.trigger()),
                     embedding.tokens() == 0 ? "not usable" : Printable(embedding.family()),
-                    absl::StrCat(embedding.tokens()), HumanBytes(embedding.bytes())});
+                    absl::StrCat(embedding.tokens()), HumanBytes(embedding.bytes()),
+                    Printable(embedding.problem())});
   }
   Print(TableText(rows));
   return absl::OkStatus();
@@ -230,6 +244,7 @@ absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name
   for (const auto& [rank, layers] : response.layers_by_rank())
     ranks.push_back(absl::StrCat(layers, " of rank ", rank));
   rows.back()[1] = absl::StrJoin(ranks, ", ");
+  for (const std::string& name : lora.embeddings()) rows.push_back({"brings", Printable(name)});
   for (const std::string& key : response.sample_keys()) rows.push_back({"key", Printable(key)});
   for (const auto& [key, value] : response.metadata()) {
     rows.push_back({"metadata", Printable(absl::StrCat(key, " = ", value))});
@@ -239,6 +254,9 @@ absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name
     rows.push_back({"matched", CountsText(match.matched())});
     rows.push_back({"unmatched", absl::StrCat(match.unmatched_count())});
     for (const std::string& key : match.unmatched_samples()) rows.push_back({"unmatched", Printable(key)});
+    for (const std::string& name : match.unused_embeddings()) {
+      rows.push_back({"embedding", absl::StrCat(Printable(name), ", which this model cannot use")});
+    }
   }
   Print(PairsText(rows));
   return absl::OkStatus();

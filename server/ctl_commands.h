@@ -21,7 +21,8 @@ absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, con
 absl::StatusOr<ExitCode> RunPlan(const GlobalOptions& global, const JobOptions& job,
                                  const std::string& prompt);
 absl::Status RunModels(const GlobalOptions& global);
-absl::Status RunLoras(const GlobalOptions& global);
+// `model`: whose fit is shown.
+absl::Status RunLoras(const GlobalOptions& global, const std::optional<std::string>& model);
 absl::Status RunEmbeddings(const GlobalOptions& global);
 absl::Status RunInspectLora(const GlobalOptions& global, const std::string& name,
                             const std::optional<std::string>& model);

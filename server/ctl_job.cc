@@ -245,6 +245,11 @@ void JobOutput::OnDone(const v1::JobEvent::Done& done) {
   ClearProgress();
   if (options_.quiet) return;
   for (const v1::LoraReport& lora : done.loras()) {
+    if (lora.unused_embeddings_size() > 0) {
+      std::fprintf(stderr, "%sLoRA %s: this model cannot use the embeddings that it brings: %s\n",
+                   Prefix().c_str(), Printable(lora.name()).c_str(),
+                   Printable(absl::StrJoin(lora.unused_embeddings(), ", ")).c_str());
+    }
     if (lora.unmatched_count() == 0) continue;
     std::fprintf(stderr, "%sLoRA %s: %lld of %lld layers fit no component of the model, such as %s\n",
                  Prefix().c_str(), Printable(lora.name()).c_str(),

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <set>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cache/error.h"
 #include "families/text/embedding_triggers.h"
+#include "patcher/model_patch.h"
 
 namespace latentd {
 namespace {
@@ -23,8 +25,9 @@ absl::Status OfField(const absl::Status& status, absl::string_view field) {
 
 class Resolver {
  public:
-  Resolver(const Pipeline& pipeline, const Catalog& catalog, GenerateParams& params)
-      : pipeline_(pipeline), catalog_(catalog), params_(params) {}
+  Resolver(const Pipeline& pipeline, const Catalog& catalog, const std::vector<EmbeddingFile>& bundled,
+           GenerateParams& params)
+      : pipeline_(pipeline), catalog_(catalog), bundled_(bundled), params_(params) {}
 
   absl::Status Read(const PromptField& prompt) {
     // What else it could be is asked while the prompt is read; the first error of that is the prompt's.
@@ -73,13 +76,25 @@ class Resolver {
   absl::StatusOr<std::optional<EmbeddingFile>> Find(const std::string& name, absl::string_view field) {
     if (auto file = catalog_.Embedding(name); file.ok()) return *std::move(file);
     if (!by_last_segment_) by_last_segment_ = NamesByLastSegment(catalog_.EmbeddingNames());
-    const auto found = by_last_segment_->find(name);
-    if (found == by_last_segment_->end()) return std::nullopt;
-    const std::vector<std::string>& candidates = found->second;
-    if (candidates.size() == 1) {
+    if (const auto found = by_last_segment_->find(name); found != by_last_segment_->end()) {
+      const std::vector<std::string>& candidates = found->second;
+      if (candidates.size() > 1) return Ambiguous(name, field, candidates);
       auto file = catalog_.Embedding(candidates[0]);
       return file.ok() ? std::optional(*std::move(file)) : std::nullopt;
     }
+    std::vector<std::string> candidates;
+    std::optional<EmbeddingFile> file;
+    for (const EmbeddingFile& bundled : bundled_) {
+      if (bundled.name != name && bundled.token != name) continue;
+      candidates.push_back(bundled.name);
+      file = bundled;
+    }
+    if (candidates.size() > 1) return Ambiguous(name, field, candidates);
+    return file;
+  }
+
+  static absl::Status Ambiguous(const std::string& name, absl::string_view field,
+                                const std::vector<std::string>& candidates) {
     const auto end =
         candidates.begin() + static_cast<std::ptrdiff_t>(std::min(candidates.size(), kMaxCandidates));
     const std::string list = absl::StrJoin(candidates.begin(), end, ", ");
@@ -94,6 +109,7 @@ class Resolver {
 
   const Pipeline& pipeline_;
   const Catalog& catalog_;
+  const std::vector<EmbeddingFile>& bundled_;
   GenerateParams& params_;
   std::vector<LockRequest> requests_;
   std::optional<std::map<std::string, std::vector<std::string>>> by_last_segment_;
@@ -107,11 +123,39 @@ std::map<std::string, std::vector<std::string>> NamesByLastSegment(const std::ve
   return by_last;
 }
 
+std::vector<EmbeddingFile> EmbeddingsOfLoras(const std::vector<HeldLora>& loras) {
+  std::vector<EmbeddingFile> all;
+  for (const HeldLora& lora : loras) {
+    for (EmbeddingFile& embedding :
+         EmbeddingsOfLora(lora.name, lora.handle.As<ModelPatch>().files())) {
+      all.push_back(std::move(embedding));
+    }
+  }
+  return all;
+}
+
+void NoteUnusedEmbeddings(const Pipeline& pipeline, const ModelPatch& patch, PatchReport& report) {
+  std::set<std::string> usable;
+  GenerateParams params;
+  params.negative_prompt = "";
+  if (patch.files() != nullptr && !pipeline.EmbeddingPrompts(params).empty()) {
+    for (const EmbeddingTensors& tensors : BundledEmbeddings(*patch.files())) {
+      const auto shape = TextEmbedding::Describe(*patch.files(), tensors);
+      if (shape.ok() && pipeline.CheckEmbedding(tensors.name, *shape).ok()) usable.insert(tensors.name);
+    }
+  }
+  report.unused_embeddings.clear();
+  for (const std::string& name : report.embeddings) {
+    if (usable.count(name) == 0) report.unused_embeddings.push_back(name);
+  }
+}
+
 absl::StatusOr<std::vector<LockRequest>> ResolveEmbeddings(const Pipeline& pipeline, const Catalog& catalog,
-                                                           GenerateParams& params) {
+                                                           GenerateParams& params,
+                                                           const std::vector<EmbeddingFile>& bundled) {
   params.embeddings.clear();
   params.embedding_names.clear();
-  Resolver resolver(pipeline, catalog, params);
+  Resolver resolver(pipeline, catalog, bundled, params);
   for (const PromptField& prompt : pipeline.EmbeddingPrompts(params)) RETURN_IF_ERROR(resolver.Read(prompt));
   return resolver.TakeRequests();
 }

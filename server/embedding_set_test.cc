@@ -12,6 +12,7 @@
 #include "cache/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "patcher/model_patch.h"
 
 namespace latentd {
 namespace {
@@ -87,9 +88,18 @@ class EmbeddingSetTest : public testing::Test {
 
   // fp32 zeros [tokens, columns], and what more stands in the file.
   void Write(const std::string& name, int64_t tokens = 2, int64_t columns = 8) const {
-    const std::string data(static_cast<size_t>(tokens * columns) * sizeof(float), 0);
-    const std::string header = absl::StrCat(R"({"emb_params":{"dtype":"F32","shape":[)", tokens, ",", columns,
-                                            R"(],"data_offsets":[0,)", data.size(), "]}}");
+    WriteTensors(name, {{"emb_params", {tokens, columns}}});
+  }
+  void WriteTensors(const std::string& name,
+                    const std::vector<std::pair<std::string, std::pair<int64_t, int64_t>>>& tensors) const {
+    std::string data, header;
+    for (const auto& [tensor, shape] : tensors) {
+      const size_t begin = data.size();
+      data.append(static_cast<size_t>(shape.first * shape.second) * sizeof(float), 0);
+      absl::StrAppend(&header, header.empty() ? "{" : ",", "\"", tensor, R"(":{"dtype":"F32","shape":[)",
+                      shape.first, ",", shape.second, R"(],"data_offsets":[)", begin, ",", data.size(), "]}");
+    }
+    header += "}";
     const uint64_t length = header.size();
     std::string file(sizeof length, 0);
     std::memcpy(file.data(), &length, sizeof length);
@@ -103,7 +113,7 @@ class EmbeddingSetTest : public testing::Test {
     params_ = {};
     params_.prompt = prompt;
     params_.negative_prompt = negative;
-    return ResolveEmbeddings(pipeline_, catalog(), params_);
+    return ResolveEmbeddings(pipeline_, catalog(), params_, bundled_);
   }
   Catalog catalog() const { return Catalog({}, {}, {(root_ / "a").string(), (root_ / "b").string()}); }
 
@@ -124,6 +134,7 @@ class EmbeddingSetTest : public testing::Test {
   const fs::path root_;
   FakePipeline pipeline_;
   GenerateParams params_;
+  std::vector<EmbeddingFile> bundled_;  // what the request's LoRAs bring
 };
 
 TEST_F(EmbeddingSetTest, NamesArePathsBelowTheRootsAndNothingElse) {
@@ -135,7 +146,7 @@ TEST_F(EmbeddingSetTest, NamesArePathsBelowTheRootsAndNothingElse) {
   fs::create_symlink(root_ / "a/cat.safetensors", root_ / "a/twin.safetensors");
   std::ofstream(root_ / "a/old.pt") << "x";
   fs::create_directories(root_ / "a/folder.safetensors");
-  EXPECT_THAT(catalog().EmbeddingNames(), ElementsAre("cat", "folder", "link", "pets/dog", "twin"));
+  EXPECT_THAT(catalog().EmbeddingNames(), ElementsAre("cat", "pets/dog", "twin"));
   std::vector<std::string> names;
   for (const EmbeddingFile& file : catalog().Embeddings()) {
     names.push_back(file.name);
@@ -165,6 +176,69 @@ TEST_F(EmbeddingSetTest, PromptsNameThemByWholeNamesAndLastParts) {
   EXPECT_EQ((*requests)[0].key.id, params_.embeddings[0].id);
   EXPECT_EQ((*requests)[0].loader.estimated_bytes, 3 * 8 * 4);
   EXPECT_EQ((*requests)[0].loader.kind, "embedding");
+}
+
+TEST_F(EmbeddingSetTest, AFileOfSeveralStandsForEachOfThem) {
+  WriteTensors("a/zoo/pets",
+               {{"<cat>", {2, 8}}, {"<dog>", {1, 8}}, {"<dog>_1", {1, 8}}, {"not/a name", {1, 8}}});
+  Write("b/owl");
+  const Catalog files = catalog();
+  EXPECT_THAT(files.EmbeddingNames(), ElementsAre("owl", "zoo/pets/cat", "zoo/pets/dog"));
+  EXPECT_EQ(files.Embedding("zoo/pets/dog")->Open()->shape.tokens, 2);
+  EXPECT_EQ(ErrorReason(files.Embedding("zoo/pets/fox").status()), "EMBEDDING_NOT_FOUND");
+  ASSERT_TRUE(Resolve("a <cat> by a <zoo/pets/dog>").ok());
+  EXPECT_THAT(Names(), ElementsAre("zoo/pets/cat*2", "zoo/pets/dog*2"));
+  EXPECT_NE(params_.embeddings[0].id, params_.embeddings[1].id);
+  // The file's own name is none of theirs.
+  ExpectError(Resolve("<zoo/pets>"), absl::StatusCode::kInvalidArgument, "INVALID_EMBEDDING", "params.prompt",
+              "zoo/pets/cat, zoo/pets/dog");
+}
+
+TEST_F(EmbeddingSetTest, WhatALoraBringsIsNamedInItsPrompts) {
+  WriteTensors("lora", {{"bundle_emb.sks.string_to_param.*", {3, 8}},
+                        {"bundle_emb.far.clip_g", {2, 4}},
+                        {"bundle_emb.cat.emb_params", {1, 8}},
+                        {"a.lora_down.weight", {2, 8}}});
+  const auto lora = WeightFiles::Open((root_ / "lora.safetensors").string());
+  ASSERT_TRUE(lora.ok()) << lora.status();
+  EXPECT_TRUE(Resolve("a <sks> <far>").ok());
+  EXPECT_THAT(Names(), IsEmpty()) << "without the LoRA it is text";
+  bundled_ = EmbeddingsOfLora("styles/ink", *lora);
+  ASSERT_TRUE(Resolve("a <sks>, <styles/ink/cat>").ok());
+  EXPECT_THAT(Names(), ElementsAre("styles/ink/sks*3", "styles/ink/cat*1"));
+  Write("a/cat");
+  ASSERT_TRUE(Resolve("<cat> <styles/ink/cat>").ok());
+  EXPECT_THAT(Names(), ElementsAre("cat*2", "styles/ink/cat*1")) << "a file of its own goes first";
+  ExpectError(Resolve("<far>"), absl::StatusCode::kFailedPrecondition, "EMBEDDING_MISMATCH", "params.prompt",
+              "");
+  for (EmbeddingFile& other : EmbeddingsOfLora("b", *lora)) bundled_.push_back(other);
+  ExpectError(Resolve("<sks>"), absl::StatusCode::kInvalidArgument, "EMBEDDING_AMBIGUOUS", "params.prompt",
+              "styles/ink/sks, b/sks");
+  // The file is the one that the LoRA was loaded from.
+  bundled_.resize(3);
+  fs::remove(root_ / "lora.safetensors");
+  EXPECT_TRUE(Resolve("<sks>").ok());
+  EXPECT_EQ((*bundled_[2].Open()).shape.tokens, 3);
+}
+
+TEST_F(EmbeddingSetTest, WhatAModelCannotUseOfALoraIsNoted) {
+  WriteTensors("lora", {{"bundle_emb.sks.string_to_param.*", {3, 8}},
+                        {"bundle_emb.far.clip_g", {2, 4}},
+                        {"bundle_emb.odd.t5", {2, 4}},
+                        {"a.lora_down.weight", {2, 8}},
+                        {"a.lora_up.weight", {8, 2}}});
+  const auto lora = WeightFiles::Open((root_ / "lora.safetensors").string());
+  ASSERT_TRUE(lora.ok()) << lora.status();
+  const auto patch = ModelPatch::Load(*lora, LoadContext([] { return false; }, [](int64_t, int64_t) {}));
+  ASSERT_TRUE(patch.ok()) << patch.status();
+  PatchReport report;
+  report.embeddings = (*patch)->embeddings();
+  EXPECT_THAT(report.embeddings, ElementsAre("far", "odd", "sks"));
+  NoteUnusedEmbeddings(pipeline_, **patch, report);
+  EXPECT_THAT(report.unused_embeddings, ElementsAre("far", "odd"));
+  pipeline_.takes_embeddings = false;
+  NoteUnusedEmbeddings(pipeline_, **patch, report);
+  EXPECT_THAT(report.unused_embeddings, ElementsAre("far", "odd", "sks"));
 }
 
 TEST_F(EmbeddingSetTest, ALastPartThatSeveralHaveIsAnErrorThatListsThem) {

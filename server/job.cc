@@ -136,8 +136,9 @@ absl::Status Job::CheckFiles() const {
 }
 
 absl::Status Job::LockEmbeddings() {
-  ASSIGN_OR_RETURN(const std::vector<LockRequest> requests,
-                   ResolveEmbeddings(*setup_.model->pipeline, *core_->catalog, params_));
+  ASSIGN_OR_RETURN(
+      const std::vector<LockRequest> requests,
+      ResolveEmbeddings(*setup_.model->pipeline, *core_->catalog, params_, EmbeddingsOfLoras(*setup_.loras)));
   if (requests.empty()) return absl::OkStatus();
   ASSIGN_OR_RETURN(
       embedding_locks_,

@@ -123,6 +123,7 @@ int Main(int argc, char** argv) {
 
   CLI::App* models = app.add_subcommand("models", "List the models");
   CLI::App* loras = app.add_subcommand("loras", "List the LoRAs");
+  loras->add_option("-m,--model", arguments.lora_model, "Model to match them against");
   CLI::App* embeddings =
       app.add_subcommand("embeddings", "List the textual inversions, and how prompts name them");
   CLI::App* inspect = app.add_subcommand("inspect-lora", "Show what is in a LoRA file");
@@ -200,7 +201,7 @@ int Main(int argc, char** argv) {
   } else if (*models) {
     status = RunModels(global);
   } else if (*loras) {
-    status = RunLoras(global);
+    status = RunLoras(global, arguments.lora_model);
   } else if (*embeddings) {
     status = RunEmbeddings(global);
   } else if (*inspect) {

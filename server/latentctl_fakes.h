@@ -75,6 +75,8 @@ void PlayJob(const v1::GenerateParams& params, const Send& send) {
   report->set_layers_in_file(5);
   report->set_unmatched_count(2);
   report->add_unmatched_samples("odd.layer");
+  report->add_embeddings("sks");
+  report->add_unused_embeddings("sks");
   auto* phase = event.mutable_done()->add_phases();
   phase->set_component("vae");
   phase->set_device("sim:0");
@@ -191,9 +193,23 @@ class FakeModels : public v1::ModelService::Service {
     if (request->page_token().empty()) response->set_next_page_token("next");
     return grpc::Status::OK;
   }
-  grpc::Status ListLoras(grpc::ServerContext*, const v1::ListLorasRequest*,
+  grpc::Status ListLoras(grpc::ServerContext*, const v1::ListLorasRequest* request,
                          v1::ListLorasResponse* response) override {
-    response->add_loras()->set_name("night");
+    v1::Lora& night = *response->add_loras();
+    night.set_name("night");
+    night.set_format("kohya");
+    night.set_family("SDXL");
+    night.set_layers(9);
+    night.set_bytes(6 << 10);
+    night.add_embeddings("sks");
+    if (request->has_model()) {
+      night.mutable_match()->set_layers_in_file(9);
+      night.mutable_match()->set_unmatched_count(2);
+      night.mutable_match()->add_unmatched_samples("odd.layer");
+    }
+    v1::Lora& torn = *response->add_loras();
+    torn.set_name("torn");
+    torn.set_problem("torn.safetensors is empty");
     return grpc::Status::OK;
   }
   grpc::Status ListEmbeddings(grpc::ServerContext*, const v1::ListEmbeddingsRequest* request,

@@ -107,6 +107,7 @@ v1::Lora ToProto(const ServerCore& core, const LoraFile& lora, const PatchSummar
   proto.set_format(summary.format);
   proto.set_family(summary.family);
   proto.set_layers(summary.layers);
+  for (const std::string& name : summary.embeddings) proto.add_embeddings(name);
   const auto upload = core.uploads == nullptr ? std::nullopt : core.uploads->Find(lora.name);
   if (upload && upload->expires != absl::InfiniteFuture()) {
     *proto.mutable_expire_time() = TimeUtil::MillisecondsToTimestamp(absl::ToUnixMillis(upload->expires));
@@ -114,12 +115,28 @@ v1::Lora ToProto(const ServerCore& core, const LoraFile& lora, const PatchSummar
   return proto;
 }
 
-// Empty for a file that cannot be used.
-PatchSummary Summary(const LoraFile& lora) {
+// What the file's header tells of it; `problem` is why it cannot be used.
+PatchSummary Summary(const LoraFile& lora, absl::Status& problem) {
   auto files = WeightFiles::Open(lora.path);
+  problem = files.status();
   if (!files.ok()) return {};
   auto summary = ModelPatch::Summarize(**files);
+  problem = summary.status();
   return summary.ok() ? *summary : PatchSummary{};
+}
+
+// Sets what of the file fits the model, or why nothing does.
+void Match(const LoraFile& lora, const OpenModel& model, v1::Lora& proto) {
+  const auto match = [&]() -> absl::StatusOr<PatchReport> {
+    ASSIGN_OR_RETURN(const auto files, WeightFiles::Open(lora.path));
+    ASSIGN_OR_RETURN(const auto patch, ModelPatch::Outline(*files));
+    return LayerPatcher::Match(*patch, lora.name, 1.0, model.patch_targets);
+  };
+  if (const auto report = match(); report.ok()) {
+    *proto.mutable_match() = ReportToProto(*report);
+  } else {
+    proto.set_problem(std::string(report.status().message()));
+  }
 }
 
 v1::Embedding ToProto(const EmbeddingFile& embedding, const std::string& short_name) {
@@ -163,7 +180,10 @@ Proto Described(absl::string_view kind, const std::string& name, absl::FunctionR
 }  // namespace
 
 v1::Lora DescribeLora(const ServerCore& core, const LoraFile& lora) {
-  return ToProto(core, lora, Summary(lora));
+  absl::Status problem;
+  v1::Lora proto = ToProto(core, lora, Summary(lora, problem));
+  proto.set_problem(std::string(problem.message()));
+  return proto;
 }
 
 grpc::ServerUnaryReactor* ModelServiceImpl::ListModels(grpc::CallbackServerContext* context,
@@ -197,11 +217,18 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListLoras(grpc::CallbackServerContex
                                                       v1::ListLorasResponse* response) {
   return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     const std::vector<LoraFile> loras = core_->catalog->Loras();
-    return AnswerPage(NamesOf(loras), *request, response,
-                      [&](size_t i) {
-                        *response->add_loras() = Described<v1::Lora>(
-                            "LoRA", loras[i].name, [&] { return DescribeLora(*core_, loras[i]); });
-                      });
+    std::shared_ptr<const OpenModel> model;
+    if (request->has_model()) {
+      ASSIGN_OR_RETURN(model, core_->catalog->Model(request->model()));
+    }
+    return AnswerPage(NamesOf(loras), *request, response, [&](size_t i) {
+      v1::Lora& lora = *response->add_loras();
+      lora = Described<v1::Lora>("LoRA", loras[i].name, [&] {
+        v1::Lora described = DescribeLora(*core_, loras[i]);
+        if (model != nullptr && described.problem().empty()) Match(loras[i], *model, described);
+        return described;
+      });
+    });
   });
 }
 
@@ -231,7 +258,8 @@ grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerCont
                                         {.format = patch->format(),
                                          .family = patch->family(),
                                          .layers = static_cast<int64_t>(patch->layers().size()),
-                                         .layer_types = {}});
+                                         .layer_types = {},
+                                         .embeddings = patch->embeddings()});
     for (const PatchLayer& layer : patch->layers()) {
       if (layer.rank() > 0) ++(*response->mutable_layers_by_rank())[static_cast<int>(layer.rank())];
       ++(*response->mutable_layers_by_type())[layer.type];
@@ -247,6 +275,7 @@ grpc::ServerUnaryReactor* ModelServiceImpl::InspectLora(grpc::CallbackServerCont
     if (request->has_model()) {
       ASSIGN_OR_RETURN(std::shared_ptr<const OpenModel> model, core_->catalog->Model(request->model()));
       ASSIGN_OR_RETURN(PatchReport report, LayerPatcher::Match(*patch, lora.name, 1.0, model->patch_targets));
+      NoteUnusedEmbeddings(*model->pipeline, *patch, report);
       *response->mutable_match() = ReportToProto(report);
     }
     return absl::OkStatus();

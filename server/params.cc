@@ -198,6 +198,8 @@ v1::LoraReport ReportToProto(const PatchReport& report) {
   proto.set_unmatched_count(report.unmatched_count);
   proto.set_direct_tensors(report.direct_tensors);
   proto.set_sidecar_tensors(report.sidecar_tensors);
+  for (const std::string& name : report.embeddings) proto.add_embeddings(name);
+  for (const std::string& name : report.unused_embeddings) proto.add_unused_embeddings(name);
   return proto;
 }
 

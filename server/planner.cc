@@ -623,6 +623,17 @@ class Planner {
   bool timed_ = true;
 };
 
+// Those that LoRAs bring with them which may not have been read yet.
+absl::StatusOr<std::vector<EmbeddingFile>> EmbeddingsOfChoices(const std::vector<LoraChoice>& loras) {
+  std::vector<EmbeddingFile> all;
+  for (const LoraChoice& lora : loras) {
+    ASSIGN_OR_RETURN(const auto files, WeightFiles::Open(lora.file.path));
+    for (EmbeddingFile& embedding : EmbeddingsOfLora(lora.name, files))
+      all.push_back(std::move(embedding));
+  }
+  return all;
+}
+
 }  // namespace
 
 absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest& request) {
@@ -635,8 +646,9 @@ absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest
   ASSIGN_OR_RETURN(GenerateParams params, ParamsFromProto(request.params(), core.config));
   if (!loras.empty())
     params.grown_inputs = GenerateParams::kUnknownInputs;  // they may not have been read yet
+  ASSIGN_OR_RETURN(const std::vector<EmbeddingFile> bundled, EmbeddingsOfChoices(loras));
   ASSIGN_OR_RETURN(std::vector<LockRequest> embeddings,
-                   ResolveEmbeddings(*model->pipeline, *core.catalog, params));
+                   ResolveEmbeddings(*model->pipeline, *core.catalog, params, bundled));
   RETURN_IF_ERROR(model->pipeline->Validate(params));
   RETURN_IF_ERROR(CheckPixels(params, core.config));
   return Planner(core, *model, std::move(params), std::move(loras), std::move(embeddings), mode,

@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "cache/error.h"
 #include "google/protobuf/util/time_util.h"
+#include "server/embedding_set.h"
 #include "server/lora_set.h"
 #include "server/params.h"
 #include "server/request_bounds.h"
@@ -298,6 +299,7 @@ absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<
     ASSIGN_OR_RETURN(held[i].report,
                      LayerPatcher::Match(held[i].handle.As<ModelPatch>(), held[i].name, held[i].weight,
                                          model.patch_targets, held[i].blocks));
+    NoteUnusedEmbeddings(*model.pipeline, held[i].handle.As<ModelPatch>(), held[i].report);
     if (held[i].report.unmatched_count > 0) {
       spdlog::warn("lora {} session={}: {} of {} layers match nothing", held[i].name, id_,
                    held[i].report.unmatched_count, held[i].report.layers_in_file);

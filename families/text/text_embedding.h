@@ -1,10 +1,7 @@
 // A parsed textual inversion file: vectors that take the place of a text encoder's token embeddings.
 //
-// Parsing knows no model. Layouts, by the names of the file's tensors, each [tokens, columns] or [columns]:
-//
-//   clip_l, clip_g                    for SDXL's two encoders; also one of them alone
-//   text_encoders_0, text_encoders_1  the same, as diffusers' trainer names them
-//   one tensor of any other name      for one encoder: "emb_params", or diffusers' "<trigger>"
+// Parsing knows no model. Which tensors of a file are meant is for embedding_tensors.h to say; each is
+// [tokens, columns] or [columns].
 //
 // Vectors are kept in fp32 and in host memory. Immutable; cached like a LoRA, with its bytes counted in full.
 #ifndef LATENTD_FAMILIES_TEXT_TEXT_EMBEDDING_H_
@@ -20,6 +17,7 @@
 #include "absl/strings/string_view.h"
 #include "cache/resource.h"
 #include "cache/weight_files.h"
+#include "families/text/embedding_tensors.h"
 
 namespace latentd {
 
@@ -45,13 +43,15 @@ struct TextEmbeddingShape {
 
 class TextEmbedding : public Resource {
  public:
-  // Reads no values. Errors: INVALID_ARGUMENT INVALID_EMBEDDING for another layout, shape or type of numbers,
-  // no vectors, or more than kMaxEmbeddingTokens.
-  static absl::StatusOr<TextEmbeddingShape> Describe(const WeightFiles& files);
+  // Reads no values. Errors: INVALID_ARGUMENT INVALID_EMBEDDING for another shape or type of numbers, no
+  // vectors, or more than kMaxEmbeddingTokens. REQUIRES: `tensors` are of the file.
+  static absl::StatusOr<TextEmbeddingShape> Describe(const WeightFiles& files,
+                                                     const EmbeddingTensors& tensors);
 
   // Errors: those of Describe, and INVALID_EMBEDDING for a value that is not finite; those of
   // WeightFiles::Check; CANCELLED.
   static absl::StatusOr<std::shared_ptr<const TextEmbedding>> Load(std::shared_ptr<const WeightFiles> files,
+                                                                   const EmbeddingTensors& tensors,
                                                                    const LoadContext& context);
 
   const TextEmbeddingShape& shape() const { return shape_; }

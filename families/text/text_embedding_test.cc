@@ -72,8 +72,12 @@ class TextEmbeddingTest : public testing::Test {
   absl::StatusOr<std::shared_ptr<const TextEmbedding>> Load(const std::string& file) {
     std::ofstream(path_, std::ios::binary | std::ios::trunc) << file;
     ASSIGN_OR_RETURN(const auto files, WeightFiles::Open(path_));
-    ASSIGN_OR_RETURN(const TextEmbeddingShape shape, TextEmbedding::Describe(*files));
-    auto embedding = TextEmbedding::Load(files, LoadContext([] { return false; }, [](int64_t, int64_t) {}));
+    ASSIGN_OR_RETURN(const std::vector<EmbeddingTensors> found, EmbeddingsOf(*files));
+    EXPECT_EQ(found.size(), 1u);
+    EXPECT_EQ(found[0].name, "");
+    ASSIGN_OR_RETURN(const TextEmbeddingShape shape, TextEmbedding::Describe(*files, found[0]));
+    auto embedding =
+        TextEmbedding::Load(files, found[0], LoadContext([] { return false; }, [](int64_t, int64_t) {}));
     if (embedding.ok()) {
       EXPECT_EQ((*embedding)->shape().ToString(), shape.ToString());
       EXPECT_EQ((*embedding)->bytes(), shape.bytes());
@@ -155,7 +159,7 @@ TEST_F(TextEmbeddingTest, WhatIsNoEmbeddingIsRefusedWithAReason) {
            {{Floats("x", {76, 8})}, "76 vectors"},
            {{Floats("x", {1, (1 << 16) + 1})}, "columns"},
            {{}, "it has 0 tensors"},
-           {{Floats("a", {1, 8}), Floats("b", {1, 8})}, "it has 2 tensors (a, b)"},
+           {{Floats("a", {1, 8}), Floats("clip_l", {1, 8})}, "it has 2 tensors (a, clip_l)"},
            {{Floats("clip_l", {1, 8}), Floats("text_encoders_1", {1, 8})}, "2 tensors"},
            {{Floats("clip_l", {1, 8}), Floats("clip_g", {1, 8}), Floats("clip_l_out", {1, 8})}, "3 tensors"},
            {{Floats("clip_l", {1, 8}), Floats("clip_g", {2, 8})}, "where the other encoder has 1"},

@@ -66,11 +66,27 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory, root):
+def daemon(tmp_path_factory, root, loras):
     daemon = Daemon(tmp_path_factory.mktemp("d"), "--model-roots", str(GOLDENS), "--model-roots", "deploy/demo/models",
-                    "--embedding-roots", str(root), "--devices", "sim:0=256MiB")
+                    "--embedding-roots", str(root), "--lora-roots", str(loras), "--devices", "sim:0=256MiB")
     yield daemon
     assert daemon.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory):
+    """A LoRA that brings two textual inversions, one of which is for other encoders."""
+    folder = tmp_path_factory.mktemp("loras")
+    layer = "lora_unet_mid_block_attentions_0_proj_in"
+    width = load_file(GOLDENS / "tiny-sd15/unet/diffusion_pytorch_model.safetensors")["mid_block.attentions.0.proj_in.weight"]
+    save_file({f"{layer}.lora_down.weight": torch.ones(2, *width.shape[1:]),
+               f"{layer}.lora_up.weight": torch.ones(width.shape[0], 2, *(1,) * (width.dim() - 2)),
+               "lora_unet_no_such_layer.lora_down.weight": torch.ones(2, 8),
+               "lora_unet_no_such_layer.lora_up.weight": torch.ones(8, 2),
+               "bundle_emb.sks.string_to_param.*": rows("tiny-sd15"), "bundle_emb.far.clip_g": torch.ones(2, 8)},
+              folder / "brings.safetensors")
+    (folder / "page.safetensors").write_text("<!DOCTYPE html><title>401</title>")
+    return folder
 
 
 def request(model, **params):
@@ -125,6 +141,34 @@ def test_vectors_of_words_are_the_words(daemon, model, suffix, named, syntax, wo
     assert ours.sha256 != draw(daemon, model, prompt="a blue car").sha256
     ours = draw(daemon, model, prompt="a car", negative_prompt=named, prompt_syntax=syntax)
     assert ours.sha256 == draw(daemon, model, prompt="a car", negative_prompt=words, prompt_syntax=same).sha256
+
+
+def test_a_lora_brings_its_own(daemon):
+    """Its prompts name them while it is in the set, whatever its weight; what cannot be used is named by the report."""
+    def generate(weight, prompt):
+        asked = request("tiny-sd15", prompt=prompt)
+        asked.loras.add(name="brings", weight=weight)
+        result = Result()
+        for response in daemon.denoise.Generate(asked, timeout=120):
+            result.add(response.event)
+        return result
+    named = generate(0, "<sks> by <brings/sks>")
+    assert named.sha256 == draw(daemon, "tiny-sd15", prompt=f"{WORDS} by {WORDS}").sha256
+    assert named.sha256 != draw(daemon, "tiny-sd15", prompt="<sks> by <brings/sks>").sha256
+    report = named.done.loras[0]
+    assert (list(report.embeddings), list(report.unused_embeddings)) == (["far", "sks"], ["far"])
+    assert (report.unmatched_count, list(report.unmatched_samples)) == (1, ["lora_unet_no_such_layer"])
+    assert [(e.name, e.tokens) for e in named.done.embeddings] == [("brings/sks", 2)]
+    daemon.expect_all_released()
+
+
+def test_lists_of_loras_say_what_fits_and_what_is_none(daemon):
+    shown = {lora.name: lora for lora in daemon.models.ListLoras(model_pb2.ListLorasRequest(model="tiny-sd15")).loras}
+    assert list(shown["brings"].embeddings) == ["far", "sks"] and not shown["brings"].problem
+    assert list(shown["brings"].match.unmatched_samples) == ["lora_unet_no_such_layer"]
+    assert "is a web page" in shown["page"].problem
+    other = {lora.name: lora for lora in daemon.models.ListLoras(model_pb2.ListLorasRequest(model="shapes-flux")).loras}
+    assert "none of its 2 layers" in other["brings"].problem
 
 
 def test_second_prompts_name_them_too(daemon):

@@ -44,8 +44,8 @@ void AddEmbeddings(const std::string& names, GenerateParams& params) {
   for (const std::string& name : all) {
     const auto files = WeightFiles::Open(GoldenPath(absl::StrCat("embeddings/", name, ".safetensors")));
     ASSERT_TRUE(files.ok()) << files.status();
-    const auto embedding =
-        TextEmbedding::Load(*files, LoadContext([] { return false; }, [](int64_t, int64_t) {}));
+    const auto embedding = TextEmbedding::Load(*files, EmbeddingsOf(**files)->at(0),
+                                               LoadContext([] { return false; }, [](int64_t, int64_t) {}));
     ASSERT_TRUE(embedding.ok()) << embedding.status();
     params.embedding_names[name] = params.embeddings.size();
     params.embeddings.push_back(
