@@ -117,7 +117,7 @@ absl::Status PhaseResources::Adapt(const absl::Status& status) {
     // Acquire finds more, or another way.
     measurements.RecordFailure(measurement_key_, Number(status, "needed_bytes"));
     spdlog::info("more memory than promised session={} component={} device={}: {}", setup_.owner,
-                 setup_.component, setup_.device->name(), status.message());
+                 setup_.component, setup_.device->name(), std::string(status.message()));
     return absl::OkStatus();
   }
   if (IsRefusal(status)) return status;  // Acquire has tried all there is
