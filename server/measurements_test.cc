@@ -48,8 +48,8 @@ TEST_F(MeasurementsTest, AreKeptAcrossRestarts) {
   Measurements(folder_.string()).Record("a", 1 << 30, 2);
   Measurements again(folder_.string());
   EXPECT_EQ(again.Find("a")->seconds_per_slice, 2);
-  EXPECT_GT(again.WorkingBytes("a", 7), 1 << 30);
-  EXPECT_EQ(again.WorkingBytes("b", 7), 7);
+  EXPECT_GT(again.Promise("a", 7).bytes, 1 << 30);
+  EXPECT_EQ(again.Promise("b", 7).bytes, 7);
   EXPECT_FALSE(fs::exists(folder_ / "measurements.json.broken"));
 }
 
