@@ -17,9 +17,12 @@
 #include "cache/mapped_file.h"
 #include "cache/text_file.h"
 #include "cache/utf8.h"
+#include "families/known_models.h"
+#include "families/open_model.h"
 #include "nlohmann/json.hpp"
 #include "patcher/model_patch.h"
-#include "server/root_links.h"
+#include "server/logging.h"
+#include "spdlog/spdlog.h"
 
 namespace latentd {
 namespace {
@@ -28,35 +31,21 @@ namespace fs = std::filesystem;
 
 constexpr char kIndexFile[] = "model_index.json";
 constexpr char kWeightFile[] = ".safetensors";
-constexpr int kMaxDepth = 6;
 constexpr int64_t kMaxSidecarBytes = 1 << 20;
 constexpr int64_t kMaxSettingsBytes = 64 << 20;
-constexpr size_t kMaxSeenFiles = 65'536;  // whose tokens are kept
+constexpr size_t kMaxSeenFiles = 65'536;  // whose tokens are kept, or what was said of them
+constexpr size_t kMaxShownName = 128;     // bytes, of a name that is not known
+constexpr char kNameTaken[] = "another model has this name";
 
 uint64_t Mix(uint64_t hash, absl::string_view text) {  // FNV-1a
   for (unsigned char c : text) hash = (hash ^ c) * 1099511628211ull;
   return hash;
 }
 
-// Shows `take` the paths below `folder`, each with its name (relative to the root), and what is below those
-// for which it says false. A folder that cannot be read ends nothing but itself: clients' uploads come and go
-// while this runs. What begins with a dot is nobody's name, and no file of a model.
-template <typename Take>
-void Walk(const fs::path& root, const fs::path& folder, int depth, const Take& take) {
-  std::error_code ec, no;
-  for (auto it = fs::directory_iterator(folder, ec); !ec && it != fs::directory_iterator();
-       it.increment(ec)) {
-    const fs::path& path = it->path();
-    if (absl::StartsWith(path.filename().string(), ".")) continue;
-    if (take(path, path.lexically_relative(root).string()) || depth >= kMaxDepth) continue;
-    if (it->is_directory(no) && !it->is_symlink(no)) Walk(root, path, depth + 1, take);
-  }
-}
-
 // Shows `take` every file at or below `paths`, in order, with its name and its status; with `folders`, these
 // too.
 template <typename Take>
-void ForEachFile(const std::vector<std::string>& paths, bool folders, const Take& take) {
+void ForEachFile(const Roots& roots, const std::vector<std::string>& paths, bool folders, const Take& take) {
   auto show = [&](const fs::path& p, const std::string& name) {
     struct stat st = {};
     if (stat(p.c_str(), &st) != 0) return;
@@ -67,9 +56,9 @@ void ForEachFile(const std::vector<std::string>& paths, bool folders, const Take
     show(path, path.filename().string());
     if (!fs::is_directory(path, ec)) continue;
     std::vector<fs::path> files;
-    Walk(path, path, 0, [&](const fs::path& file, const std::string&) {
-      files.push_back(file);
-      return false;
+    roots.Walk(path, [&](const RootEntry& entry) {
+      files.push_back(entry.path);
+      return true;
     });
     std::sort(files.begin(), files.end());
     for (const fs::path& file : files) show(file, file.lexically_relative(path).string());
@@ -80,9 +69,9 @@ constexpr uint64_t kFirstHash = 14695981039346656037ull;
 
 // Over all that can be seen from outside. Moves with whatever is done to a file, and with a folder that
 // others are put in the place of; so if it is the same before and after, what was read in between was this.
-std::string StateOf(const std::vector<std::string>& paths) {
+std::string StateOf(const Roots& roots, const std::vector<std::string>& paths) {
   uint64_t hash = kFirstHash;
-  ForEachFile(paths, /*folders=*/true, [&](const fs::path&, const std::string& name, const struct stat& st) {
+  ForEachFile(roots, paths, /*folders=*/true, [&](const fs::path&, const std::string& name, const struct stat& st) {
     hash = Mix(hash, absl::StrCat(name, "|", FileIdentity::Of(st).ToString(), ";"));
   });
   return absl::StrCat(absl::Hex(hash, absl::kZeroPad16));
@@ -101,9 +90,9 @@ uint64_t MixContent(uint64_t hash, const fs::path& path) {
 
 // Over names, inodes, sizes and times of the files, what settings say, and the files that weights come from
 // as they were opened.
-std::string Signature(const std::vector<std::string>& paths, const Pipeline& pipeline) {
+std::string Signature(const Roots& roots, const std::vector<std::string>& paths, const Pipeline& pipeline) {
   uint64_t hash = kFirstHash;
-  ForEachFile(paths, /*folders=*/false,
+  ForEachFile(roots, paths, /*folders=*/false,
               [&](const fs::path& path, const std::string& name, const struct stat& st) {
                 const FileIdentity file = FileIdentity::Of(st);
                 hash = Mix(hash, absl::StrCat(name, "|", file.device, "|", file.inode, "|", file.size, "|",
@@ -116,26 +105,6 @@ std::string Signature(const std::vector<std::string>& paths, const Pipeline& pip
   return absl::StrCat(absl::Hex(hash, absl::kZeroPad16));
 }
 
-std::vector<std::string> Canonical(const std::vector<std::string>& roots) {
-  std::vector<std::string> out;
-  for (const std::string& root : roots) {
-    std::error_code ec;
-    fs::path path = fs::canonical(root, ec);
-    if (!ec) out.push_back(path.string());
-  }
-  return out;
-}
-
-// The path of `name` below `root`, or empty when it is not there or leads out of the root.
-fs::path Below(const std::string& root, absl::string_view name) {
-  std::error_code ec;
-  const fs::path path = fs::canonical(fs::path(root) / std::string(name), ec);
-  if (ec) return {};
-  const fs::path relative = path.lexically_relative(root);
-  if (relative.empty() || *relative.begin() == "..") return {};
-  return path;
-}
-
 // The base that a single file's sidecar names; empty: it names none. Errors: those of ReadTextFile.
 absl::StatusOr<std::string> ReadBase(const fs::path& sidecar) {
   if (sidecar.empty()) return "";
@@ -144,6 +113,19 @@ absl::StatusOr<std::string> ReadBase(const fs::path& sidecar) {
   if (!json.ok()) return "";
   const auto base = json->find("base");
   return base != json->end() && base->is_string() ? base->get<std::string>() : "";
+}
+
+std::string NeedsBase(absl::string_view name) {
+  const absl::string_view own = name.substr(name.rfind('/') + 1);
+  return absl::StrCat("needs a file ", own,
+                      ".json with {\"base\": \"MODEL\"}, naming the model whose text encoders and VAE it uses");
+}
+
+// Whether a folder has what a diffusers folder has, whatever it is of.
+bool IsFolderOfParts(const fs::path& folder) {
+  std::error_code ec;
+  const auto has = [&](const char* part) { return fs::is_directory(folder / part, ec); };
+  return (has("unet") || has("transformer")) && (has("vae") || has("scheduler") || has("text_encoder"));
 }
 
 absl::Status ModelNotFound(const std::string& name) {
@@ -166,36 +148,23 @@ std::string IdOf(absl::string_view kind, const std::string& name, const std::str
 
 // NAME.safetensors below the first of the roots that has it. Its id is `kind`, the name and the fingerprint.
 template <typename File>
-std::optional<File> FindFile(const std::vector<std::string>& roots, absl::string_view kind,
+std::optional<File> FindFile(const Roots& roots, absl::string_view kind,
                              const std::string& name) {
   if (!IsValidName(name)) return std::nullopt;
   std::error_code ec;
-  for (const std::string& root : roots) {
-    const fs::path path = Below(root, absl::StrCat(name, kWeightFile));
-    if (path.empty() || !fs::is_regular_file(path, ec)) continue;
+  for (const std::string& root : roots.folders()) {
+    const fs::path path = roots.WeightFile(root, name);
+    if (path.empty()) continue;
     return File{name, IdOf(kind, name, WeightFiles::FingerprintAt(path.string())),
                 static_cast<int64_t>(fs::file_size(path, ec)), path.string()};
   }
   return std::nullopt;
 }
 
-// Names of all .safetensors files below the roots, sorted; not all of them need be found.
-std::vector<std::string> FileNames(const std::vector<std::string>& roots) {
-  std::set<std::string> names;
-  for (const std::string& root : roots) {
-    Walk(root, root, 0, [&](const fs::path&, const std::string& relative) {
-      const std::string name(absl::StripSuffix(relative, kWeightFile));
-      if (name.size() < relative.size() && IsValidName(name)) names.insert(name);
-      return false;
-    });
-  }
-  return {names.begin(), names.end()};
-}
-
 template <typename File>
-std::vector<File> AllFiles(const std::vector<std::string>& roots, absl::string_view kind) {
+std::vector<File> AllFiles(const Roots& roots, absl::string_view kind) {
   std::vector<File> files;
-  for (const std::string& name : FileNames(roots)) {
+  for (const std::string& name : roots.List(/*with_unserved=*/false).names) {
     if (auto file = FindFile<File>(roots, kind, name)) files.push_back(*std::move(file));
   }
   return files;
@@ -248,8 +217,8 @@ std::vector<EmbeddingFile> EmbeddingsOfLora(const std::string& lora,
 absl::Status EmbeddingNotFound(const std::string& name) {
   return MakeError(
       absl::StatusCode::kNotFound, "EMBEDDING_NOT_FOUND",
-      absl::StrCat("no embedding named '", name.substr(0, 128), "'; ListEmbeddings shows what there is"),
-      {{"resource_type", "embedding"}, {"resource_name", name.substr(0, 128)}, {"field", "name"}});
+      absl::StrCat("no embedding named '", CutUtf8(name, kMaxShownName), "'; ListEmbeddings shows what there is"),
+      {{"resource_type", "embedding"}, {"resource_name", std::string(CutUtf8(name, kMaxShownName))}, {"field", "name"}});
 }
 
 const Component& OpenModel::component(const std::string& component_name) const {
@@ -286,6 +255,12 @@ LockRequest OpenModel::ComponentRequest(const std::string& component_name) const
              return LoadWeights(files, layout, key_map, prefix, context);
            },
            .name = id}};
+}
+
+std::string OpenModel::SourceOf(const Component& component) const {
+  const auto& all = pipeline->components();
+  const auto sharers = std::count_if(all.begin(), all.end(), [&](const Component& c) { return c.files == component.files; });
+  return absl::StrCat(component.files->label(), sharers > 1 ? absl::StrCat(": ", component.prefix) : "");
 }
 
 absl::Status OpenModel::Check() const {
@@ -333,78 +308,114 @@ absl::StatusOr<EmbeddingFile::Opened> EmbeddingFile::Open() const {
                 .request = {{IdOf(kEmbedding, name, (*files)->fingerprint()), ""}, std::move(loader)}};
 }
 
-Catalog::Catalog(std::vector<std::string> model_roots, std::vector<std::string> lora_roots,
-                 std::vector<std::string> embedding_roots)
-    : model_roots_(Canonical(model_roots)),
-      lora_roots_(Canonical(lora_roots)),
-      embedding_roots_(Canonical(embedding_roots)) {}
+Catalog::Catalog(const std::vector<std::string>& model_roots, const std::vector<std::string>& lora_roots,
+                 const std::vector<std::string>& embedding_roots, bool follow_links)
+    : model_roots_(model_roots, follow_links),
+      lora_roots_(lora_roots, follow_links),
+      embedding_roots_(embedding_roots, follow_links) {}
 
-std::vector<std::string> Catalog::ModelNames() const {
+RootListing Catalog::ListModels(bool with_unserved) const {
   std::set<std::string> names;
-  for (const std::string& root : model_roots_) {
-    Walk(root, root, 0, [&](const fs::path& path, const std::string& relative) {
+  RootListing listing;
+  for (const std::string& root : model_roots_.folders()) {
+    model_roots_.Walk(root, [&](const RootEntry& entry) {
       std::error_code ec;
-      if (fs::is_regular_file(path / kIndexFile, ec)) {
-        if (IsValidName(relative)) names.insert(relative);
-        return true;  // nothing below a model is another model
+      std::string problem;
+      bool descend = entry.is_folder;
+      if (entry.is_folder && fs::is_regular_file(entry.path / kIndexFile, ec)) {
+        descend = false;  // nothing below a model is another model
+        problem = WhyNoName(entry.relative);
+        if (problem.empty() && !names.insert(entry.relative).second) problem = kNameTaken;
+      } else if (entry.is_folder && IsFolderOfParts(entry.path)) {
+        descend = false;
+        problem = absl::StrCat("has the parts of a model, but no ", kIndexFile, " that says which model they are");
+      } else if (const std::string name = NameOfWeightFile(entry.relative); entry.is_file && !name.empty()) {
+        problem = WhyNoName(name);
+        if (problem.empty() && !fs::is_regular_file(fs::path(entry.path).replace_extension(".json"), ec)) {
+          problem = NeedsBase(name);
+        }
+        if (problem.empty() && !names.insert(name).second) problem = kNameTaken;
       }
-      if (absl::EndsWith(relative, kWeightFile)) {
-        fs::path sidecar = path;
-        sidecar.replace_extension(".json");
-        const std::string name(absl::StripSuffix(relative, kWeightFile));
-        if (fs::is_regular_file(sidecar, ec) && IsValidName(name)) names.insert(name);
-      }
-      return false;
+      if (!with_unserved) return descend;
+      if (problem.empty()) problem = WhyNoWeightFile(entry);
+      if (!problem.empty()) listing.unserved.push_back(MakeUnserved(entry, std::move(problem)));
+      return descend;
     });
   }
+  {
+    MutexLock lock(&mu_);
+    for (const auto& [name, model] : added_) names.insert(name);
+  }
+  listing.names.assign(names.begin(), names.end());
+  return listing;
+}
+
+std::vector<std::string> Catalog::ModelNames() const { return ListModels(/*with_unserved=*/false).names; }
+
+std::vector<Unserved> Catalog::UnservedModels() const {
+  return Noted("model", ListModels(/*with_unserved=*/true).unserved);
+}
+
+std::vector<Unserved> Catalog::UnservedLoras() const {
+  return Noted("LoRA", lora_roots_.List(/*with_unserved=*/true).unserved);
+}
+
+std::vector<Unserved> Catalog::UnservedEmbeddings() const {
+  return Noted("embedding", embedding_roots_.List(/*with_unserved=*/true).unserved);
+}
+
+std::vector<Unserved> Catalog::Noted(absl::string_view kind, std::vector<Unserved> unserved) const {
   MutexLock lock(&mu_);
-  for (const auto& [name, model] : added_) names.insert(name);
-  return {names.begin(), names.end()};
+  if (noted_.size() >= kMaxSeenFiles) noted_.clear();
+  for (const Unserved& one : unserved) {
+    if (!noted_.insert(absl::StrCat(kind, "/", one.name, ": ", one.problem)).second) continue;
+    spdlog::warn("{} {} is not served: {}", std::string(kind), LogField(one.name), LogField(one.problem));
+  }
+  std::sort(unserved.begin(), unserved.end(),
+            [](const Unserved& a, const Unserved& b) { return a.name < b.name; });
+  return unserved;
 }
 
 absl::StatusOr<Catalog::Found> Catalog::Find(const std::string& name) const {
-  if (!IsValidName(name)) return ModelNotFound(name.substr(0, 128));
+  if (!IsValidName(name)) return ModelNotFound(std::string(CutUtf8(name, kMaxShownName)));
   std::error_code ec;
-  for (const std::string& root : model_roots_) {
+  for (const std::string& root : model_roots_.folders()) {
     Found found;
     found.files.name = name;
-    if (fs::path folder = Below(root, name);
+    if (fs::path folder = model_roots_.Below(root, name);
         !folder.empty() && fs::is_regular_file(folder / kIndexFile, ec)) {
-      RETURN_IF_ERROR(CheckLinks(model_roots_, folder));
+      RETURN_IF_ERROR(model_roots_.CheckLinks(folder));
       found.files.folder = folder.string();
-      found.source = folder.lexically_relative(root).string();
+      found.source = name;
       found.paths = {folder.string()};
-      found.state = StateOf(found.paths);
+      found.state = StateOf(model_roots_, found.paths);
       return found;
     }
-    fs::path file = Below(root, absl::StrCat(name, kWeightFile));
-    if (file.empty() || !fs::is_regular_file(file, ec)) continue;
-    fs::path sidecar = Below(root, absl::StrCat(name, ".json"));
+    const fs::path file = model_roots_.WeightFile(root, name);
+    if (file.empty()) continue;
+    const fs::path sidecar = model_roots_.Below(root, absl::StrCat(name, ".json"));
     ASSIGN_OR_RETURN(const std::string base_name, ReadBase(sidecar));
     if (base_name.empty()) {
-      return MakeError(
-          absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
-          absl::StrCat(
-              "single-file model ", name, " needs a file ", name,
-              ".json with {\"base\": \"MODEL\"}, naming the model whose text encoders and VAE it uses"),
-          {{"model", name}});
+      return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
+                       absl::StrCat("single-file model ", name, " ", NeedsBase(name)), {{"model", name}});
     }
     fs::path base;
-    for (const std::string& base_root : model_roots_) {
-      if (base.empty() && IsValidName(base_name)) base = Below(base_root, base_name);
+    for (const std::string& base_root : model_roots_.folders()) {
+      if (base.empty() && IsValidName(base_name)) base = model_roots_.Below(base_root, base_name);
     }
     if (base.empty() || !fs::is_regular_file(base / kIndexFile, ec)) {
-      return WithPrefix(ModelNotFound(std::string(CutUtf8(base_name, 128))), absl::StrCat("base of ", name, ": "));
+      return WithPrefix(ModelNotFound(std::string(CutUtf8(base_name, kMaxShownName))),
+                        absl::StrCat("base of ", name, ": "));
     }
-    RETURN_IF_ERROR(CheckLinks(model_roots_, base));
+    RETURN_IF_ERROR(model_roots_.CheckLinks(base));
     found.files.file = file.string();
     found.files.base_folder = base.string();
-    found.source = file.lexically_relative(root).string();
+    found.source = absl::StrCat(name, kWeightFile);
     found.paths = {file.string(), sidecar.string(), base.string()};
-    found.state = StateOf(found.paths);
+    found.state = StateOf(model_roots_, found.paths);
     return found;
   }
-  return ModelNotFound(name);
+  return ModelNotFound(std::string(CutUtf8(name, kMaxShownName)));
 }
 
 absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::Model(const std::string& name) {
@@ -454,19 +465,34 @@ absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::FindOrOpen(const std::
   }
 }
 
-absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::Open(const std::string& name, const Found& found) {
+absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::Open(const std::string& name, const Found& found) const {
   for (const Family* family : AllFamilies()) {
     if (!family->Detect(found.files)) continue;
     auto pipeline = family->Open(found.files);
     if (!pipeline.ok()) return WithPrefix(pipeline.status(), absl::StrCat("model ", name, ": "));
-    const std::string id = absl::StrCat(name, "@", Signature(found.paths, **pipeline));
+    // What cannot be loaded is no model: better said here than to the first who wants a picture.
+    for (const Component& c : (*pipeline)->components()) {
+      const absl::Status fit = CheckWeights(*c.files, *c.layout, c.key_map, c.prefix);
+      if (!fit.ok()) return WithPrefix(fit, absl::StrCat("model ", name, ": ", c.name, ": "));
+    }
+    const std::string id = absl::StrCat(name, "@", Signature(model_roots_, found.paths, **pipeline));
     return OpenModel::Make(name, id, found.source, *std::move(pipeline));
+  }
+  if (!found.files.file.empty()) {
+    ASSIGN_OR_RETURN(const auto file, WeightFiles::Open(found.files.file));
+    if (const std::string about = AboutFile(*file); !about.empty()) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
+                       absl::StrCat("model ", name, " cannot be served: ", about), {{"model", name}});
+    }
   }
   std::vector<std::string> known;
   for (const Family* family : AllFamilies()) known.emplace_back(family->name());
   return MakeError(
       absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
-      absl::StrCat("model ", name, " is of no family that is known here (", absl::StrJoin(known, ", "), ")"),
+      absl::StrCat("model ", name, " is of no family that is known here (", absl::StrJoin(known, ", "), ")",
+                   found.files.folder.empty()
+                       ? ""
+                       : absl::StrCat(": ", AboutPipelineClass(PipelineClass(found.files.folder)))),
       {{"model", name}});
 }
 
@@ -506,7 +532,7 @@ std::vector<LoraFile> Catalog::Loras() const { return AllFiles<LoraFile>(lora_ro
 
 absl::StatusOr<LoraFile> Catalog::Lora(const std::string& name) const {
   auto file = FindFile<LoraFile>(lora_roots_, kLora, name);
-  if (!file) return LoraNotFound(name.substr(0, 128));
+  if (!file) return LoraNotFound(std::string(CutUtf8(name, kMaxShownName)));
   return *std::move(file);
 }
 

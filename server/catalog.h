@@ -2,8 +2,8 @@
 // name.
 //
 // Names are paths below a root without the file's extension ("portraits/inkwash"). They resolve inside the
-// roots only: a name with "..", an absolute path, or a link that leads out of the root is not found, and a model with
-// a link in its folder that leads out of all roots is refused. Files
+// roots only (root_files.h): a name with "..", an absolute path, or a link that leads out of all roots is not found, and
+// a model with such a link in its folder is refused, unless links are followed. Files
 // are looked at on every call, so that what is added, replaced or removed is seen without a restart; opened
 // models are kept until their files change.
 //
@@ -19,6 +19,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,6 +31,7 @@
 #include "families/family.h"
 #include "families/text/text_embedding.h"
 #include "server/names.h"
+#include "server/root_files.h"
 
 namespace latentd {
 
@@ -56,6 +58,10 @@ struct OpenModel {
   const Part& part(const std::string& component_name) const { return parts.at(component_name); }
   // What the cache needs to lock a component.
   LockRequest ComponentRequest(const std::string& component_name) const;
+
+  // The file that a component's weights are taken from; with what stands before its names there, where that differs from
+  // component to component.
+  std::string SourceOf(const Component& component) const;
 
   // ABORTED FILE_CHANGED once a file of it was written to since it was opened; see MappedFile::Check.
   absl::Status Check() const;
@@ -101,11 +107,17 @@ std::vector<EmbeddingFile> EmbeddingsOfLora(const std::string& lora,
 
 class Catalog {
  public:
-  Catalog(std::vector<std::string> model_roots, std::vector<std::string> lora_roots,
-          std::vector<std::string> embedding_roots = {});
+  // `follow_links`: also those that lead out of the roots.
+  Catalog(const std::vector<std::string>& model_roots, const std::vector<std::string>& lora_roots,
+          const std::vector<std::string>& embedding_roots = {}, bool follow_links = false);
 
   // All names, sorted; models that cannot be opened are among them.
   std::vector<std::string> ModelNames() const;
+  // What lies under the roots, looks as if it should be served, and has no name here; in order. Each is logged the
+  // first time.
+  std::vector<Unserved> UnservedModels() const;
+  std::vector<Unserved> UnservedLoras() const;
+  std::vector<Unserved> UnservedEmbeddings() const;
   // Errors: NOT_FOUND MODEL_NOT_FOUND; those of Family::Open; ABORTED FILE_CHANGED when its files do not come
   // to rest; RESOURCE_EXHAUSTED OUT_OF_DESCRIPTORS.
   absl::StatusOr<std::shared_ptr<const OpenModel>> Model(const std::string& name);
@@ -144,13 +156,13 @@ class Catalog {
   };
   absl::StatusOr<Found> Find(const std::string& name) const;
   absl::StatusOr<std::shared_ptr<const OpenModel>> FindOrOpen(const std::string& name);
-  static absl::StatusOr<std::shared_ptr<const OpenModel>> Open(const std::string& name, const Found& found);
+  absl::StatusOr<std::shared_ptr<const OpenModel>> Open(const std::string& name, const Found& found) const;
+  RootListing ListModels(bool with_unserved) const;
+  std::vector<Unserved> Noted(absl::string_view kind, std::vector<Unserved> unserved) const;
   // What the file calls its textual inversions; empty for one without a name, and for what is none.
   std::vector<std::string> TokensOf(const EmbeddingFile& file) const;
 
-  const std::vector<std::string> model_roots_;  // canonical paths
-  const std::vector<std::string> lora_roots_;
-  const std::vector<std::string> embedding_roots_;
+  const Roots model_roots_, lora_roots_, embedding_roots_;
   mutable Mutex mu_;
   std::map<std::string, Kept> open_ ABSL_GUARDED_BY(mu_);                              // by name
   std::map<std::string, std::weak_ptr<const OpenModel>> opened_ ABSL_GUARDED_BY(mu_);  // by id: all there are
@@ -158,6 +170,7 @@ class Catalog {
   // By the path of a file: its id when it was looked into, and TokensOf it.
   mutable std::map<std::string, std::pair<std::string, std::vector<std::string>>> tokens_
       ABSL_GUARDED_BY(mu_);
+  mutable std::set<std::string> noted_ ABSL_GUARDED_BY(mu_);  // what was logged of files that are not served
 };
 
 }  // namespace latentd

@@ -26,6 +26,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::StartsWith;
 using ::testing::UnorderedElementsAreArray;
@@ -55,8 +56,94 @@ TEST_F(CatalogTest, NamesArePathsBelowTheRoot) {
                            "b/.f.safetensors", "1/2/3/4/5/6/g.safetensors", "1/2/3/4/5/6/7/h.safetensors"}) {
     Write(file);
   }
-  fs::create_directory_symlink(root_ / "b", root_ / "link");
   EXPECT_EQ(Names(), (std::vector<std::string>{"1/2/3/4/5/6/g", "a", "b/c"}));
+}
+
+TEST_F(CatalogTest, NamesAreWhateverFilesAreCalledButForControlCharacters) {
+  const std::string longest(255 - 12, 'x');
+  const std::vector<std::string> names = {"a b, [c] (d)", "caps", "e'f\"g\\h", "i:j@k,l=1", longest, "猫 🐈/ü"};
+  for (const std::string& name : names) {
+    if (name != "caps") Write(absl::StrCat(name, ".safetensors"));
+  }
+  Write("caps.SafeTensors");
+  Write("new\nline.safetensors");
+  Write("del\x7f.safetensors");
+  Write("c1\xc2\x85.safetensors");
+  Write("latin\xe9.safetensors");
+  EXPECT_THAT(Names(), UnorderedElementsAreArray(names));
+  const Catalog catalog({}, {root_.string()}, {});
+  for (const std::string& name : names) EXPECT_TRUE(catalog.Lora(name).ok()) << name;
+  std::vector<std::string> unserved;
+  for (const Unserved& one : catalog.UnservedLoras()) unserved.push_back(one.name);
+  EXPECT_THAT(unserved, ElementsAre("c1\\u0085.safetensors", "del\\x7f.safetensors", "latin\\xe9.safetensors",
+                                    "new\\nline.safetensors"));
+}
+
+// A hub's cache has its files under names of their contents, and links to them; and people link folders.
+TEST_F(CatalogTest, LinksAreFollowedInsideOfTheRoots) {
+  const fs::path elsewhere = root_.string() + "_elsewhere";
+  fs::create_directories(elsewhere / "more");
+  std::ofstream(elsewhere / "out.safetensors") << "x";
+  std::ofstream(elsewhere / "more/deep.safetensors") << "x";
+  Write("hub/blobs/0123abcd");
+  Write("b/c.safetensors");
+  fs::create_directories(root_ / "hub/snapshots/1");
+  fs::create_symlink("../../blobs/0123abcd", root_ / "hub/snapshots/1/x.safetensors");
+  fs::create_directory_symlink(root_ / "b", root_ / "link");
+  fs::create_directory_symlink(root_, root_ / "b/circle");
+  fs::create_symlink(elsewhere / "out.safetensors", root_ / "out.safetensors");
+  fs::create_directory_symlink(elsewhere / "more", root_ / "v1.5");
+  fs::create_symlink("gone", root_ / "gone.safetensors");
+  fs::create_symlink("../notes.txt", root_ / "notes.txt");
+  const auto names = [&](bool follow) {
+    std::vector<std::string> out;
+    for (const LoraFile& lora : Catalog({}, {root_.string()}, {}, follow).Loras()) out.push_back(lora.name);
+    return out;
+  };
+  EXPECT_THAT(names(false), ElementsAre("b/c", "hub/snapshots/1/x", "link/c"));
+  EXPECT_THAT(names(true), ElementsAre("b/c", "hub/snapshots/1/x", "link/c", "out", "v1.5/deep"));
+  const Catalog catalog({}, {root_.string()}, {});
+  EXPECT_EQ(ErrorReason(catalog.Lora("out").status()), "LORA_NOT_FOUND");
+  EXPECT_EQ(ErrorReason(catalog.Lora("v1.5/deep").status()), "LORA_NOT_FOUND");
+  EXPECT_TRUE(Catalog({}, {root_.string()}, {}, true).Lora("out").ok());
+  std::map<std::string, std::string> unserved;
+  for (const Unserved& one : catalog.UnservedLoras()) unserved[one.name] = one.problem;
+  EXPECT_EQ(unserved.size(), 3u);
+  EXPECT_THAT(unserved["out.safetensors"], HasSubstr("follow_links"));
+  EXPECT_THAT(unserved["v1.5"], HasSubstr("follow_links"));
+  EXPECT_THAT(unserved["gone.safetensors"], HasSubstr("link to nothing"));
+  fs::remove_all(elsewhere);
+}
+
+TEST_F(CatalogTest, OfTwoFilesWithOneNameOneIsServedAndTheOtherTold) {
+  for (const char* file : {"1/a.safetensors", "1/a.SAFETENSORS", "2/a.safetensors", "1/b.SAFETENSORS"}) Write(file);
+  const Catalog catalog({}, {(root_ / "1").string(), (root_ / "2").string()}, {});
+  std::vector<std::string> paths;
+  for (const LoraFile& lora : catalog.Loras()) paths.push_back(fs::path(lora.path).lexically_relative(root_));
+  EXPECT_THAT(paths, ElementsAre("1/a.safetensors", "1/b.SAFETENSORS"));
+  std::vector<std::string> unserved;
+  for (const Unserved& one : catalog.UnservedLoras()) unserved.push_back(one.name);
+  EXPECT_THAT(unserved, ElementsAre("a.SAFETENSORS", "a.safetensors"));
+}
+
+TEST_F(CatalogTest, WhatLooksLikeWeightsAndIsNotServedSaysWhy) {
+  for (const char* file : {"a.ckpt", "b.sft", "c.safetensors.part", "notes.txt", "preview.png", "config.json",
+                           "1/2/3/4/5/6/7/h.safetensors"}) {
+    Write(file);
+  }
+  std::ofstream(root_ / "pickle.pt") << "PK\x03\x04";
+  fs::create_directory(root_ / "folder.safetensors");
+  mkfifo((root_ / "pipe.safetensors").c_str(), 0600);
+  std::map<std::string, std::string> problems;
+  for (const Unserved& one : Catalog({}, {root_.string()}, {}).UnservedLoras()) problems[one.name] = one.problem;
+  EXPECT_THAT(problems,
+              testing::ElementsAre(testing::Pair("1/2/3/4/5/6/7", HasSubstr("below 6 folders")),
+                                   testing::Pair("a.ckpt", HasSubstr("is not called .safetensors")),
+                                   testing::Pair("b.sft", HasSubstr("is not called .safetensors")),
+                                   testing::Pair("c.safetensors.part", HasSubstr("did not end")),
+                                   testing::Pair("folder.safetensors", "is a folder"),
+                                   testing::Pair("pickle.pt", HasSubstr("pickle")),
+                                   testing::Pair("pipe.safetensors", "is no regular file")));
 }
 
 // As a folder that goes away between two looks: of an upload that has ended, or whose last file was removed.

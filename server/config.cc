@@ -78,6 +78,9 @@ const std::vector<ConfigKey>& Table() {
       {"lora_roots", &Config::lora_roots, "Folders that hold LoRA files."},
       {"embedding_roots", &Config::embedding_roots,
        "Folders that hold textual inversion files, which prompts name as <NAME> or embedding:NAME."},
+      {"follow_links", &Config::follow_links,
+       "Serve what links under the roots lead to also where that is outside of all of them; otherwise whoever "
+       "can write to a root could have any file of the server's user read."},
       {"default_model", &Config::default_model,
        "Model of a request that names none; empty: such a request fails."},
       {"patch_mode",

@@ -45,6 +45,7 @@ struct Config {
   std::vector<std::string> model_roots;
   std::vector<std::string> lora_roots;
   std::vector<std::string> embedding_roots;
+  bool follow_links = false;
   std::string default_model;
   std::string patch_mode = "auto";
 

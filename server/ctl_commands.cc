@@ -78,9 +78,18 @@ std::string CountsText(const Map& map) {
   return absl::StrJoin(parts, ", ");
 }
 
-// "12 of 14 layers; not a.b, c.d", or why the file cannot be used.
+// A second table, of what cannot be used; none where all can.
+template <typename Items>
+void PrintProblems(const Items& items) {
+  Rows rows = {{"CANNOT BE USED", "WHY"}};
+  for (const auto& item : items) {
+    if (!item.problem().empty()) rows.push_back({Printable(item.name()), Printable(item.problem())});
+  }
+  if (rows.size() > 1) Print("\n" + TableText(rows));
+}
+
+// "12 of 14 layers; not a.b, c.d".
 std::string FitOf(const v1::Lora& lora) {
-  if (!lora.problem().empty()) return Printable(lora.problem());
   if (!lora.has_match()) return "";
   const v1::LoraReport& match = lora.match();
   if (match.unmatched_count() == 0) return "all layers";
@@ -172,10 +181,13 @@ absl::StatusOr<ExitCode> RunPlan(const GlobalOptions& global, const JobOptions& 
 }
 
 absl::Status RunModels(const GlobalOptions& global) {
-  ASSIGN_OR_RETURN(const auto all, AskForAll(global, &v1::ModelService::Stub::ListModels));
+  v1::ListModelsRequest request;
+  request.set_include_problems(true);
+  ASSIGN_OR_RETURN(const auto all, AskForAll(global, &v1::ModelService::Stub::ListModels, request));
   if (global.json) return PrintJson(all), absl::OkStatus();
   Rows rows = {{"NAME", "FAMILY", "VARIANT", "SIZE", "PARAMETERS", "DEFAULTS", "COMPONENTS"}};
   for (const v1::Model& model : all.models()) {
+    if (!model.problem().empty()) continue;
     int64_t bytes = 0, parameters = 0;
     std::vector<std::string> parts;
     for (const v1::ModelComponent& component : model.components()) {
@@ -190,35 +202,43 @@ absl::Status RunModels(const GlobalOptions& global) {
                     Printable(absl::StrJoin(parts, ", "))});
   }
   Print(TableText(rows));
+  PrintProblems(all.models());
   return absl::OkStatus();
 }
 
 absl::Status RunLoras(const GlobalOptions& global, const std::optional<std::string>& model) {
   v1::ListLorasRequest request;
+  request.set_include_problems(true);
   if (model) request.set_model(*model);
   ASSIGN_OR_RETURN(const auto all, AskForAll(global, &v1::ModelService::Stub::ListLoras, request));
   if (global.json) return PrintJson(all), absl::OkStatus();
-  Rows rows = {{"NAME", "FORMAT", "FAMILY", "LAYERS", "SIZE", "BRINGS", model ? "FITS" : "PROBLEM"}};
+  Rows rows = {{"NAME", "FORMAT", "FAMILY", "LAYERS", "SIZE", "BRINGS"}};
+  if (model) rows[0].push_back("FITS");
   for (const v1::Lora& lora : all.loras()) {
-    rows.push_back({Printable(lora.name()), lora.format().empty() ? "not usable" : Printable(lora.format()),
-                    Printable(lora.family()), absl::StrCat(lora.layers()), HumanBytes(lora.bytes()),
-                    Printable(absl::StrJoin(lora.embeddings(), ", ")), FitOf(lora)});
+    if (!lora.problem().empty()) continue;
+    rows.push_back({Printable(lora.name()), Printable(lora.format()), Printable(lora.family()),
+                    absl::StrCat(lora.layers()), HumanBytes(lora.bytes()),
+                    Printable(absl::StrJoin(lora.embeddings(), ", "))});
+    if (model) rows.back().push_back(FitOf(lora));
   }
   Print(TableText(rows));
+  PrintProblems(all.loras());
   return absl::OkStatus();
 }
 
 absl::Status RunEmbeddings(const GlobalOptions& global) {
-  ASSIGN_OR_RETURN(const auto all, AskForAll(global, &v1::ModelService::Stub::ListEmbeddings));
+  v1::ListEmbeddingsRequest request;
+  request.set_include_problems(true);
+  ASSIGN_OR_RETURN(const auto all, AskForAll(global, &v1::ModelService::Stub::ListEmbeddings, request));
   if (global.json) return PrintJson(all), absl::OkStatus();
-  Rows rows = {{"NAME", "IN PROMPTS", "FAMILY", "TOKENS", "SIZE", "PROBLEM"}};
+  Rows rows = {{"NAME", "IN PROMPTS", "FAMILY", "TOKENS", "SIZE"}};
   for (const v1::Embedding& embedding : all.embeddings()) {
-    rows.push_back({Printable(embedding.name()), Printable(embedding.trigger()),
-                    embedding.tokens() == 0 ? "not usable" : Printable(embedding.family()),
-                    absl::StrCat(embedding.tokens()), HumanBytes(embedding.bytes()),
-                    Printable(embedding.problem())});
+    if (!embedding.problem().empty()) continue;
+    rows.push_back({Printable(embedding.name()), Printable(embedding.trigger()), Printable(embedding.family()),
+                    absl::StrCat(embedding.tokens()), HumanBytes(embedding.bytes())});
   }
   Print(TableText(rows));
+  PrintProblems(all.embeddings());
   return absl::OkStatus();
 }
 

@@ -277,16 +277,17 @@ absl::StatusOr<v1::LoraRef> ParseLora(absl::string_view text) {
       MakeError(absl::StatusCode::kInvalidArgument, "USAGE",
                 "a LoRA is written NAME, NAME:WEIGHT, NAME:WEIGHT@START-END or NAME:WEIGHT,PATH=FACTOR,…");
   v1::LoraRef lora;
-  const std::vector<absl::string_view> fields = absl::StrSplit(text, ',');
-  for (size_t i = 1; i < fields.size(); ++i) {
+  // Names may have all of these signs, so it is read from the end.
+  for (size_t comma = text.rfind(','); comma != absl::string_view::npos; comma = text.rfind(',')) {
     const std::pair<absl::string_view, absl::string_view> entry =
-        absl::StrSplit(fields[i], absl::MaxSplits('=', 1));
+        absl::StrSplit(text.substr(comma + 1), absl::MaxSplits('=', 1));
     double factor = 0;
+    if (!absl::StrContains(text.substr(comma), '=')) break;
     if (entry.first.empty() || !absl::SimpleAtod(entry.second, &factor)) return usage;
-    (*lora.mutable_block_weights())[std::string(entry.first)] = factor;
+    lora.mutable_block_weights()->insert({std::string(entry.first), factor});
+    text = text.substr(0, comma);
   }
-  text = fields[0];
-  if (const size_t at = text.rfind('@'); at != absl::string_view::npos) {
+  if (const size_t at = text.rfind('@'); at != absl::string_view::npos && absl::StrContains(text.substr(at), '-')) {
     const std::pair<absl::string_view, absl::string_view> range = absl::StrSplit(text.substr(at + 1), '-');
     double start = 0, end = 1;
     if (!absl::SimpleAtod(range.first, &start) || !absl::SimpleAtod(range.second, &end)) return usage;

@@ -116,9 +116,19 @@ TEST(CtlText, ALoraMayHaveStepsAndBlocks) {
   EXPECT_EQ(lora->block_weights().at("transformer.proj_out"), 0);
   EXPECT_EQ(lora->block_weights().at("text_encoder"), -2);
   EXPECT_EQ(LoraText(*lora), "a/night:0.5@0.25-1,text_encoder=-2,transformer.proj_out=0");
-  for (const char* bad : {"a@1", "a@x-1", "a,b", "a,=1", "a,b=x", "@0-1"}) {
+  for (const char* bad : {"a@x-1", "a,=1", "a,b=x", "@0-1"}) {
     EXPECT_EQ(ErrorReason(ParseLora(bad).status()), "USAGE") << bad;
   }
+}
+
+TEST(CtlText, ALorasNameMayHaveTheSignsThatFollowIt) {
+  EXPECT_EQ(ParseLora("a, b (c) @home")->name(), "a, b (c) @home");
+  const auto lora = ParseLora("a, b@2:0.5@0-0.5,x=2");
+  ASSERT_TRUE(lora.ok()) << lora.status();
+  EXPECT_EQ(lora->name(), "a, b@2");
+  EXPECT_EQ(lora->weight(), 0.5);
+  EXPECT_EQ(lora->end(), 0.5);
+  EXPECT_EQ(lora->block_weights().at("x"), 2);
 }
 
 TEST(CtlText, OutputNamesDifferForSeveralPictures) {

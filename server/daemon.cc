@@ -83,6 +83,12 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
     for (const char* name : kServiceNames) health->SetServingStatus(name, true);
   }
   daemon->listener_->Start();
+  // What is not served is logged where a person first looks.
+  core->workers->Submit([core] {
+    core->catalog->UnservedModels();
+    core->catalog->UnservedLoras();
+    core->catalog->UnservedEmbeddings();
+  });
   return daemon;
 }
 

@@ -542,6 +542,9 @@ void Job::SendDone() {
   *done.mutable_params() = EchoParams(setup_.request, params_);
   for (const v1::PhaseReport& report : phase_reports_) *done.add_phases() = report;
   for (uint64_t seed : params_.seeds) done.add_seeds(seed);
+  for (const Component& component : setup_.model->pipeline->components()) {
+    (*done.mutable_sources())[component.name] = setup_.model->SourceOf(component);
+  }
   Send(std::move(event));
 }
 

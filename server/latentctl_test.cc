@@ -351,9 +351,11 @@ TEST_F(LatentctlTest, ModelsListsAllPages) {
 
 TEST_F(LatentctlTest, LorasAreListedAndInspected) {
   EXPECT_EQ(Ctl({"loras"}).out,
-            "NAME   FORMAT      FAMILY  LAYERS  SIZE      BRINGS  PROBLEM\n"
-            "night  kohya       SDXL         9  6.00 KiB  sks\n"
-            "torn   not usable               0  0 B               torn.safetensors is empty\n");
+            "NAME   FORMAT  FAMILY  LAYERS  SIZE      BRINGS\n"
+            "night  kohya   SDXL         9  6.00 KiB  sks\n"
+            "\n"
+            "CANNOT BE USED  WHY\n"
+            "torn            torn.safetensors is empty\n");
   EXPECT_THAT(Ctl({"loras", "--model", "m"}).out, HasSubstr("7 of 9 layers; not odd.layer, …"));
   const std::string out = Ctl({"inspect-lora", "night", "--model", "m"}).out;
   EXPECT_THAT(out, HasSubstr("24 of rank 8"));
@@ -362,9 +364,11 @@ TEST_F(LatentctlTest, LorasAreListedAndInspected) {
 
 TEST_F(LatentctlTest, EmbeddingsListsAllPages) {
   EXPECT_EQ(Ctl({"embeddings"}).out,
-            "NAME      IN PROMPTS  FAMILY      TOKENS  SIZE      PROBLEM\n"
-            "pets/cat  <cat>       SD 1.x           2  6.00 KiB\n"
-            "torn      <torn>      not usable       0  6.00 KiB  is torn\n");
+            "NAME      IN PROMPTS  FAMILY  TOKENS  SIZE\n"
+            "pets/cat  <cat>       SD 1.x       2  6.00 KiB\n"
+            "\n"
+            "CANNOT BE USED  WHY\n"
+            "torn            is torn\n");
   EXPECT_EQ(json::parse(Ctl({"embeddings", "--json"}).out)["embeddings"].size(), 2u);
 }
 

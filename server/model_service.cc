@@ -4,6 +4,10 @@
 #include <cstddef>
 #include <filesystem>
 #include <map>
+#include <set>
+#include <string>
+#include <type_traits>
+#include <utility>
 
 #include "absl/functional/function_ref.h"
 #include "absl/strings/ascii.h"
@@ -34,6 +38,13 @@ constexpr size_t kMaxMetadataValue = 512;
 constexpr size_t kMaxMetadataEntries = 64;
 constexpr size_t kMaxSamples = 10;
 
+// A name, or what is shown of a file that has none.
+bool IsPageToken(absl::string_view token) {
+  return token.size() <= kMaxNameBytes && token[0] != '.' && std::none_of(token.begin(), token.end(), [](char c) {
+           return absl::ascii_iscntrl(static_cast<unsigned char>(c));
+         });
+}
+
 // Answers with the page of `names`, which are sorted, that `request` asks for: calls `add` with the index of
 // each name on it. Tokens are names: a page starts behind the name in its token, so that what comes and goes
 // between two calls moves nothing.
@@ -43,8 +54,7 @@ absl::Status AnswerPage(const std::vector<std::string>& names, const Request& re
   if (request.page_size() < 0) return FieldError("page_size", "must not be negative");
   const int size = request.page_size() == 0 ? kDefaultPageSize : std::min(request.page_size(), kMaxPageSize);
   const std::string& token = request.page_token();
-  if (!token.empty() && !IsValidName(token))
-    return FieldError("page_token", "is no token of an earlier page");
+  if (!token.empty() && !IsPageToken(token)) return FieldError("page_token", "is no token of an earlier page");
   const auto begin = token.empty() ? names.begin() : std::upper_bound(names.begin(), names.end(), token);
   const auto end = begin + std::min<std::ptrdiff_t>(size, names.end() - begin);
   for (auto it = begin; it != end; ++it) add(static_cast<size_t>(it - names.begin()));
@@ -59,7 +69,58 @@ std::vector<std::string> NamesOf(const std::vector<File>& files) {
   return names;
 }
 
+// A row of a list: what is served, or what is not.
+template <typename File>
+struct Item {
+  std::string name;
+  const File* file = nullptr;
+  const Unserved* unserved = nullptr;
+};
+
+// In order of name. They point into the vectors.
+template <typename File>
+std::vector<Item<File>> Items(const std::vector<File>& files, const std::vector<Unserved>& unserved) {
+  std::vector<Item<File>> items;
+  for (const File& file : files) items.push_back({.name = file.name, .file = &file});
+  for (const Unserved& one : unserved) items.push_back({.name = one.name, .unserved = &one});
+  std::sort(items.begin(), items.end(), [](const auto& a, const auto& b) { return a.name < b.name; });
+  return items;
+}
+
+template <typename Proto>
+Proto UnservedToProto(const Unserved& unserved) {
+  Proto proto;
+  proto.set_name(unserved.name);
+  if constexpr (!std::is_same_v<Proto, v1::Model>) proto.set_bytes(unserved.bytes);
+  proto.set_problem(unserved.problem);
+  return proto;
+}
+
 std::string StorageName(DType dtype) { return absl::AsciiStrToLower(DTypeName(dtype)); }
+
+// What the model's files have and none of its components reads.
+void AddUnused(const Pipeline& pipeline, v1::Model& proto) {
+  std::map<const WeightFiles*, std::pair<std::string, std::set<std::string>>> by_files;  // first component, tensors read
+  std::vector<const WeightFiles*> order;
+  for (const Component& c : pipeline.components()) {
+    const auto [it, fresh] = by_files.try_emplace(c.files.get(), c.name, std::set<std::string>());
+    if (fresh) order.push_back(c.files.get());
+    for (std::string& name : TensorsOf(*c.files, *c.layout, c.key_map, c.prefix)) it->second.second.insert(std::move(name));
+  }
+  for (const WeightFiles* files : order) {
+    const auto& [component, read] = by_files.at(files);
+    v1::UnusedTensors unused;
+    for (const auto& [name, entry] : files->tensors()) {
+      if (read.count(name) != 0) continue;
+      unused.set_count(unused.count() + 1);
+      unused.set_bytes(unused.bytes() + entry.info->bytes);
+      if (unused.samples_size() < static_cast<int>(kMaxSamples)) unused.add_samples(ValidUtf8(name));
+    }
+    if (unused.count() == 0) continue;
+    unused.set_component(component);
+    *proto.add_unused() = std::move(unused);
+  }
+}
 
 v1::Model ToProto(const OpenModel& model) {
   v1::Model proto;
@@ -79,7 +140,9 @@ v1::Model ToProto(const OpenModel& model) {
     auto most = std::max_element(bytes.begin(), bytes.end(),
                                  [](const auto& a, const auto& b) { return a.second < b.second; });
     if (most != bytes.end()) out.set_storage_type(StorageName(most->first));
+    out.set_source(model.SourceOf(component));
   }
+  AddUnused(pipeline, proto);
   const ModelDefaults& d = pipeline.defaults();
   v1::ModelDefaults& out = *proto.mutable_defaults();
   out.set_width(static_cast<int>(d.width));
@@ -160,7 +223,7 @@ v1::Embedding ToProto(const EmbeddingFile& embedding, const std::string& short_n
   return proto;
 }
 
-// What `describe` says of an item of a list; of one that it fails on, the name alone. One file never takes a list
+// What `describe` says of an item of a list; of one that it fails on, its name and why. One file never takes a list
 // from everybody.
 template <typename Proto>
 Proto Described(absl::string_view kind, const std::string& name, absl::FunctionRef<absl::StatusOr<Proto>()> describe) {
@@ -170,9 +233,10 @@ Proto Described(absl::string_view kind, const std::string& name, absl::FunctionR
     return absl::OkStatus();
   });
   if (!status.ok()) {
-    spdlog::warn("{} {} is listed by name alone: {}", std::string(kind), name, LogField(status.message()));
+    spdlog::warn("{} {} cannot be used: {}", std::string(kind), LogField(name), LogField(status.message()));
     proto = Proto();
     proto.set_name(name);
+    proto.set_problem(ValidUtf8(status.message()));
   }
   return proto;
 }
@@ -190,14 +254,25 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListModels(grpc::CallbackServerConte
                                                        const v1::ListModelsRequest* request,
                                                        v1::ListModelsResponse* response) {
   return OnWorker(core_, context, response, [=, this]() -> absl::Status {
-    const std::vector<std::string> names = core_->catalog->ModelNames();
-    return AnswerPage(names, *request, response, [&](size_t i) {
-      v1::Model& proto = *response->add_models();
-      // Listed by name, so that it is not a riddle where it went; GetModel says why.
-      proto = Described<v1::Model>("model", names[i], [&]() -> absl::StatusOr<v1::Model> {
-        ASSIGN_OR_RETURN(std::shared_ptr<const OpenModel> model, core_->catalog->Model(names[i]));
+    struct Named {
+      std::string name;
+    };
+    std::vector<Named> models;
+    for (std::string& name : core_->catalog->ModelNames()) models.push_back({std::move(name)});
+    std::vector<Unserved> unserved;
+    if (request->include_problems()) unserved = core_->catalog->UnservedModels();
+    const auto items = Items(models, unserved);
+    return AnswerPage(NamesOf(items), *request, response, [&](size_t i) {
+      if (items[i].unserved != nullptr) {
+        *response->add_models() = UnservedToProto<v1::Model>(*items[i].unserved);
+        return;
+      }
+      const std::string& name = items[i].name;
+      v1::Model proto = Described<v1::Model>("model", name, [&]() -> absl::StatusOr<v1::Model> {
+        ASSIGN_OR_RETURN(std::shared_ptr<const OpenModel> model, core_->catalog->Model(name));
         return ToProto(*model);
       });
+      if (proto.problem().empty() || request->include_problems()) *response->add_models() = std::move(proto);
     });
   });
 }
@@ -221,11 +296,19 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListLoras(grpc::CallbackServerContex
     if (request->has_model()) {
       ASSIGN_OR_RETURN(model, core_->catalog->Model(request->model()));
     }
-    return AnswerPage(NamesOf(loras), *request, response, [&](size_t i) {
+    std::vector<Unserved> unserved;
+    if (request->include_problems()) unserved = core_->catalog->UnservedLoras();
+    const auto items = Items(loras, unserved);
+    return AnswerPage(NamesOf(items), *request, response, [&](size_t i) {
       v1::Lora& lora = *response->add_loras();
-      lora = Described<v1::Lora>("LoRA", loras[i].name, [&] {
-        v1::Lora described = DescribeLora(*core_, loras[i]);
-        if (model != nullptr && described.problem().empty()) Match(loras[i], *model, described);
+      if (items[i].unserved != nullptr) {
+        lora = UnservedToProto<v1::Lora>(*items[i].unserved);
+        return;
+      }
+      const LoraFile& file = *items[i].file;
+      lora = Described<v1::Lora>("LoRA", file.name, [&] {
+        v1::Lora described = DescribeLora(*core_, file);
+        if (model != nullptr && described.problem().empty()) Match(file, *model, described);
         return described;
       });
     });
@@ -237,13 +320,21 @@ grpc::ServerUnaryReactor* ModelServiceImpl::ListEmbeddings(grpc::CallbackServerC
                                                            v1::ListEmbeddingsResponse* response) {
   return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     const std::vector<EmbeddingFile> embeddings = core_->catalog->Embeddings();
-    const std::vector<std::string> names = NamesOf(embeddings);
-    const auto by_last_segment = NamesByLastSegment(names);
-    return AnswerPage(names, *request, response, [&](size_t i) {
-      const std::string last = names[i].substr(names[i].rfind('/') + 1);
+    const auto by_last_segment = NamesByLastSegment(NamesOf(embeddings));
+    std::vector<Unserved> unserved;
+    if (request->include_problems()) unserved = core_->catalog->UnservedEmbeddings();
+    const auto items = Items(embeddings, unserved);
+    return AnswerPage(NamesOf(items), *request, response, [&](size_t i) {
+      v1::Embedding& embedding = *response->add_embeddings();
+      if (items[i].unserved != nullptr) {
+        embedding = UnservedToProto<v1::Embedding>(*items[i].unserved);
+        return;
+      }
+      const std::string& name = items[i].name;
+      const std::string last = name.substr(name.rfind('/') + 1);
       const bool alone = by_last_segment.at(last).size() == 1;
-      *response->add_embeddings() = Described<v1::Embedding>(
-          "embedding", names[i], [&] { return ToProto(embeddings[i], alone ? last : names[i]); });
+      embedding = Described<v1::Embedding>("embedding", name,
+                                           [&] { return ToProto(*items[i].file, alone ? last : name); });
     });
   });
 }

@@ -161,11 +161,10 @@ absl::StatusOr<DropResult> PinBoard::Unload(const std::string& name) {
 absl::StatusOr<std::vector<std::string>> PinBoard::Ids(const std::string& name) const {
   std::set<std::string> ids;
   auto add = [&](const std::string& id) {
-    if (absl::StartsWith(id, absl::StrCat(name, "@")) ||
-        absl::StartsWith(id, absl::StrCat("lora/", name, "@")) ||
-        absl::StartsWith(id, absl::StrCat("embedding/", name, "@"))) {
-      ids.insert(id);
-    }
+    const size_t at = id.rfind('@');  // names may have one, too
+    if (at == std::string::npos) return;
+    const absl::string_view own = absl::string_view(id).substr(0, at);
+    if (own == name || own == absl::StrCat("lora/", name) || own == absl::StrCat("embedding/", name)) ids.insert(id);
   };
   for (const RecordStats& record : core_->cache->Stats().records) {
     add(record.key.id);

@@ -4,12 +4,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "server/names.h"
 #include "server/params.h"
 
 namespace latentd {
 namespace {
 
-constexpr size_t kMaxNameBytes = 512;
 constexpr int64_t kMaxParamsBytes = 512 << 10;  // without prompts that are too long and picture files
 constexpr int64_t kSmall = 16 << 10;
 constexpr int kShownBlocks = 16;

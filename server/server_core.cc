@@ -118,7 +118,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& confi
     // Last, so that it hides nothing of the others.
     lora_roots.push_back(core->uploads->folder());
   }
-  core->catalog = std::make_unique<Catalog>(config.model_roots, lora_roots, config.embedding_roots);
+  core->catalog = std::make_unique<Catalog>(config.model_roots, lora_roots, config.embedding_roots, config.follow_links);
   core->measurements = std::make_unique<Measurements>(StateFolder(config));
   core->pins = std::make_unique<PinBoard>(core.get());
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));

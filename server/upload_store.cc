@@ -37,7 +37,7 @@ constexpr char kNote[] = "note";
 constexpr char kBroken[] = ".broken";
 constexpr int kNoteVersion = 1;
 constexpr int64_t kMaxNoteBytes = 4096;
-constexpr size_t kMaxNameBytes = 120;
+constexpr size_t kMaxOwnBytes = 120;
 // Beyond that a time cannot be told to clients.
 constexpr absl::Duration kMaxTtl = absl::Hours(24 * 365 * 100);
 // The catalog does not look deeper.
@@ -227,7 +227,7 @@ void UploadStore::Scan() {
     if (!absl::EndsWith(relative, kExtension)) continue;
     const std::string name(absl::StripSuffix(relative, kExtension));
     int64_t bytes = 0, mtime_ns = 0;
-    if (IsValidName(name) && Stat(path.string(), bytes, mtime_ns)) Set(name, Describe(name, bytes, mtime_ns));
+    if (IsPlainName(name) && Stat(path.string(), bytes, mtime_ns)) Set(name, Describe(name, bytes, mtime_ns));
   }
   for (const fs::path& path : leftover) fs::remove(path, error);
 }
@@ -262,12 +262,12 @@ UploadStore::File UploadStore::Describe(const std::string& name, int64_t bytes, 
 absl::StatusOr<std::string> UploadStore::NameOf(absl::string_view name) {
   const absl::string_view own = absl::StripPrefix(name, kPrefix);
   const std::vector<absl::string_view> segments = absl::StrSplit(own, '/');
-  if (own.size() > kMaxNameBytes || segments.size() > kMaxSegments || !IsValidName(own)) {
+  if (own.size() > kMaxOwnBytes || segments.size() > kMaxSegments || !IsPlainName(own)) {
     return FieldError(
         "header.name",
         absl::StrCat("is made of segments of [A-Za-z0-9._-] split by '/', none of them starting with "
                      "a dot; at most ",
-                     kMaxSegments, " of them and ", kMaxNameBytes, " bytes"));
+                     kMaxSegments, " of them and ", kMaxOwnBytes, " bytes"));
   }
   for (absl::string_view segment : segments) {
     if (absl::EndsWith(segment, kExtension)) {

@@ -9,7 +9,9 @@
 #include "families/flux/flux_keys.h"
 #include "families/flux/flux_lora.h"
 #include "families/flux/flux_pipeline.h"
+#include "families/known_models.h"
 #include "families/open_model.h"
+#include "families/text/clip_keys.h"
 
 namespace latentd {
 namespace {
@@ -53,19 +55,21 @@ TransformerFile DetectTransformerFile(const WeightFiles& files) {
 
 // --------------------------------------------------------------------------------------------- components
 
-absl::StatusOr<Component> OpenTransformer(const ModelFiles& files, const std::string& base,
-                                          FluxParts& parts) {
+// `checkpoint`: the single file, which has the transformer and may have the rest; null: a folder.
+using Checkpoint = std::shared_ptr<const WeightFiles>;
+
+absl::StatusOr<Component> OpenTransformer(const Checkpoint& checkpoint, const std::string& base, FluxParts& parts) {
   Component component;
   component.name = "transformer";
   FluxConfig config;
   TransformerFile file;
-  if (files.file.empty()) {
+  if (checkpoint == nullptr) {
     ASSIGN_OR_RETURN(config, FluxConfig::Load(base + "/transformer/config.json"));
     ASSIGN_OR_RETURN(component.files, WeightFiles::Open(base + "/transformer"));
     file = DetectTransformerFile(*component.files);
   } else {
     ASSIGN_OR_RETURN(const FluxConfig base_config, FluxConfig::Load(base + "/transformer/config.json"));
-    ASSIGN_OR_RETURN(component.files, WeightFiles::Open(files.file));
+    component.files = checkpoint;
     file = DetectTransformerFile(*component.files);
     config = base_config;
     if (file.native) {
@@ -83,18 +87,33 @@ absl::StatusOr<Component> OpenTransformer(const ModelFiles& files, const std::st
   return component;
 }
 
-absl::StatusOr<Component> OpenClip(const std::string& base, FluxParts& parts) {
+// Where all-in-one files have the encoders, as ComfyUI and Forge write them.
+constexpr const char* kClipPrefixes[] = {"text_encoders.clip_l.transformer.", "text_encoders.clip_l.",
+                                         "text_encoder.", "cond_stage_model.transformer."};
+constexpr const char* kT5Prefixes[] = {"text_encoders.t5xxl.transformer.", "text_encoders.t5xxl.", "text_encoder_2."};
+
+absl::StatusOr<Component> OpenClip(const Checkpoint& checkpoint, const std::string& base, FluxParts& parts) {
   Component component;
   component.name = "text_encoder";
   ASSIGN_OR_RETURN(const ClipTextConfig config, ClipTextConfig::Load(base + "/text_encoder/config.json"));
-  ASSIGN_OR_RETURN(component.files, WeightFiles::Open(base + "/text_encoder"));
+  ClipFileLayout layout;
+  if (checkpoint != nullptr) {
+    for (const char* prefix : kClipPrefixes) {
+      if (!layout.known) layout = DetectClipFileLayout(*checkpoint, prefix);
+    }
+  }
+  if (layout.known) {
+    component.files = checkpoint;
+  } else {
+    ASSIGN_OR_RETURN(component.files, WeightFiles::Open(base + "/text_encoder"));
+    layout = DetectClipFileLayout(*component.files, "");
+  }
+  component.key_map = layout.key_map;
+  component.prefix = layout.prefix;
   ASSIGN_OR_RETURN(parts.clip_tokenizer, ClipTokenizer::Load(base + "/tokenizer"));
   if (parts.clip_tokenizer->vocabulary_size() > config.vocabulary) {
     return Unsupported(absl::StrCat("tokenizer has ", parts.clip_tokenizer->vocabulary_size(),
                                     " tokens, text_encoder knows ", config.vocabulary));
-  }
-  if (component.files->tensors().count("text_model.embeddings.token_embedding.weight") != 0) {
-    component.prefix = "text_model.";
   }
   parts.clip = std::make_shared<const ClipTextModel>(config);
   component.layout = parts.clip->layout();
@@ -102,11 +121,23 @@ absl::StatusOr<Component> OpenClip(const std::string& base, FluxParts& parts) {
   return component;
 }
 
-absl::StatusOr<Component> OpenT5(const std::string& base, FluxParts& parts) {
+absl::StatusOr<Component> OpenT5(const Checkpoint& checkpoint, const std::string& base, FluxParts& parts) {
   Component component;
   component.name = "text_encoder_2";
   ASSIGN_OR_RETURN(const T5Config config, T5Config::Load(base + "/text_encoder_2/config.json"));
-  ASSIGN_OR_RETURN(component.files, WeightFiles::Open(base + "/text_encoder_2"));
+  if (checkpoint != nullptr) {
+    for (const char* prefix : kT5Prefixes) {
+      if (component.files != nullptr ||
+          checkpoint->tensors().count(absl::StrCat(prefix, "encoder.block.0.layer.0.SelfAttention.q.weight")) == 0) {
+        continue;
+      }
+      component.files = checkpoint;
+      component.prefix = prefix;
+    }
+  }
+  if (component.files == nullptr) {
+    ASSIGN_OR_RETURN(component.files, WeightFiles::Open(base + "/text_encoder_2"));
+  }
   ASSIGN_OR_RETURN(parts.t5_tokenizer, T5Tokenizer::Load(base + "/tokenizer_2", config.vocabulary));
   parts.t5 = std::make_shared<const T5Encoder>(config);
   component.layout = parts.t5->layout();
@@ -173,14 +204,20 @@ absl::StatusOr<std::unique_ptr<Pipeline>> FluxFamily::Open(const ModelFiles& fil
   }
   const std::string name = PipelineClass(base);
   if (!IsServedClass(name)) {
-    return Unsupported(
-        absl::StrCat(name.empty() ? "a folder without model_index.json" : name, " is not supported"));
+    return Unsupported(AboutPipelineClass(name));
   }
   FluxParts parts;
-  ASSIGN_OR_RETURN(Component clip, OpenClip(base, parts));
-  ASSIGN_OR_RETURN(Component t5, OpenT5(base, parts));
-  ASSIGN_OR_RETURN(Component transformer, OpenTransformer(files, base, parts));
-  ASSIGN_OR_RETURN(auto vae_files, WeightFiles::Open(base + "/vae"));
+  Checkpoint checkpoint;
+  if (single) {
+    ASSIGN_OR_RETURN(checkpoint, WeightFiles::Open(files.file));
+  }
+  ASSIGN_OR_RETURN(Component clip, OpenClip(checkpoint, base, parts));
+  ASSIGN_OR_RETURN(Component t5, OpenT5(checkpoint, base, parts));
+  ASSIGN_OR_RETURN(Component transformer, OpenTransformer(checkpoint, base, parts));
+  Checkpoint vae_files = checkpoint;
+  if (checkpoint == nullptr || !HasVae(*checkpoint)) {
+    ASSIGN_OR_RETURN(vae_files, WeightFiles::Open(base + "/vae"));
+  }
   ASSIGN_OR_RETURN(Component vae, DescribeVae(base + "/vae", std::move(vae_files), parts.vae));
   for (Component* component : {&clip, &t5, &transformer, &vae})
     parts.components.push_back(std::move(*component));

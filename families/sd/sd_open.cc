@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "families/config/json_config.h"
+#include "families/known_models.h"
 #include "families/open_model.h"
 #include "families/sd/sd_keys.h"
 #include "families/sd/sd_lora.h"
@@ -30,7 +31,6 @@ constexpr const char* kClipLPrefixes[] = {"cond_stage_model.transformer.",
 constexpr const char* kClipGPrefixes[] = {"conditioner.embedders.1.model.", "conditioner.embedders.0.model.",
                                           "text_encoders.clip_g.transformer."};
 constexpr char kSd2Encoder[] = "cond_stage_model.model.ln_final.weight";
-constexpr char kFirstOfVae[] = "first_stage_model.decoder.conv_in.weight";
 
 bool Has(const WeightFiles& files, const std::string& name) { return files.tensors().count(name) != 0; }
 
@@ -41,8 +41,7 @@ absl::Status CheckTask(const std::string& name) {
                             "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline"}) {
     if (name == known) return absl::OkStatus();
   }
-  return Unsupported(
-      absl::StrCat(name.empty() ? "a folder without model_index.json" : name, " is not supported"));
+  return Unsupported(AboutPipelineClass(name));
 }
 
 // What is not read, by the first convolution and the text that the UNet takes.
@@ -133,7 +132,7 @@ absl::StatusOr<Component> DescribeClip(const std::shared_ptr<const WeightFiles>&
 absl::StatusOr<Component> DescribeVaeOf(const std::shared_ptr<const WeightFiles>& checkpoint,
                                         const std::string& base, SdParts& parts) {
   std::shared_ptr<const WeightFiles> files = checkpoint;
-  if (checkpoint == nullptr || !Has(*checkpoint, kFirstOfVae)) {
+  if (checkpoint == nullptr || !HasVae(*checkpoint)) {
     ASSIGN_OR_RETURN(files, WeightFiles::Open(base + "/vae"));
   }
   return DescribeVae(base + "/vae", std::move(files), parts.vae);

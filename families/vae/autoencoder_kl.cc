@@ -441,12 +441,19 @@ const KeyMap* LdmNames(int64_t levels, int64_t layers) {
 VaeFileLayout DetectVaeFileLayout(const WeightFiles& files, const AutoencoderKlConfig& config) {
   const auto& tensors = files.tensors();
   for (const std::string prefix : {"", "first_stage_model.", "vae."}) {
-    if (tensors.count(prefix + "encoder.down.0.block.0.norm1.weight") != 0) {
+    const auto has = [&](const char* name) { return tensors.count(prefix + name) != 0; };
+    if (has("encoder.down.0.block.0.norm1.weight")) {
       return {LdmNames(static_cast<int64_t>(config.channels.size()), config.layers_per_block), prefix};
     }
+    if (has("encoder.mid_block.attentions.0.query.weight")) return {OldAttentionNames(), prefix};
+    if (has("encoder.down_blocks.0.resnets.0.norm1.weight")) return {nullptr, prefix};
   }
-  if (tensors.count("encoder.mid_block.attentions.0.query.weight") != 0) return {OldAttentionNames(), ""};
   return {};
+}
+
+bool HasVae(const WeightFiles& checkpoint) {
+  const auto& tensors = checkpoint.tensors();
+  return tensors.count("first_stage_model.decoder.conv_in.weight") != 0 || tensors.count("vae.decoder.conv_in.weight") != 0;
 }
 
 }  // namespace latentd

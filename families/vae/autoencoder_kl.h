@@ -113,6 +113,9 @@ struct VaeFileLayout {
 };
 VaeFileLayout DetectVaeFileLayout(const WeightFiles& files, const AutoencoderKlConfig& config);
 
+// Whether a checkpoint of a whole model has a VAE, where DetectVaeFileLayout finds it.
+bool HasVae(const WeightFiles& checkpoint);
+
 }  // namespace latentd
 
 #endif  // LATENTD_FAMILIES_VAE_AUTOENCODER_KL_H_

@@ -49,8 +49,9 @@ def test_a_broken_weight_file_is_a_typed_error_and_other_models_go_on(served):
     assert error_of(daemon, "short").reason == "CORRUPT_FILE"
     assert error_of(daemon, "missing").reason == "FILE_NOT_FOUND"
     assert error_of(daemon, "strange").reason in ("WEIGHTS_MISMATCH", "UNSUPPORTED_MODEL")
-    assert {m.name for m in daemon.models.ListModels(model_pb2.ListModelsRequest()).models} == {
-        "good", "short", "missing", "strange"}
+    assert [m.name for m in daemon.models.ListModels(model_pb2.ListModelsRequest()).models] == ["good"]
+    listed = daemon.models.ListModels(model_pb2.ListModelsRequest(include_problems=True)).models
+    assert {m.name: bool(m.problem) for m in listed} == {"good": False, "short": True, "missing": True, "strange": True}
     generate(daemon, "good")
     daemon.expect_all_released()
 
