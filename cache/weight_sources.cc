@@ -56,6 +56,8 @@ constexpr absl::string_view kBeside[] = {
     "log_one_minus_alphas_cumprod", "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod", "posterior_variance",
     "posterior_log_variance_clipped", "posterior_mean_coef1", "posterior_mean_coef2", "denoiser", "scale_factor",
     "global_step", "epoch", "v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred",
+    // of other components in the same file
+    "text_encoders", "text_encoder", "text_encoder_2", "vae", "first_stage_model", "cond_stage_model", "conditioner",
     // of CLIP, and of T5
     "text_projection", "vision_model", "visual", "visual_projection", "vision_tower", "logit_scale", "logit_bias",
     "decoder", "lm_head"};

@@ -36,19 +36,20 @@ struct WeightSources {
   std::vector<std::string> extra, unknown;
 };
 
-WeightSources FindWeightSources(const WeightFiles& files, const ComponentLayout& layout, const KeyMap* key_map,
-                                absl::string_view prefix);
+WeightSources FindWeightSources(const WeightFiles& files, const ComponentLayout& layout,
+                                const KeyMap* key_map, absl::string_view prefix);
 
 // Whether LoadWeights will take them, as far as can be told without the values. Errors: FAILED_PRECONDITION
-// WEIGHTS_MISMATCH with the first missing, unknown or misshapen names, UNSUPPORTED_MODEL for a quantisation that is not
-// read, by name; UNIMPLEMENTED UNSUPPORTED_DTYPE.
-absl::Status CheckWeightSources(const WeightFiles& files, const ComponentLayout& layout, const WeightSources& sources,
-                                absl::string_view prefix);
+// WEIGHTS_MISMATCH with the first missing, unknown or misshapen names, UNSUPPORTED_MODEL for a quantisation
+// that is not read, by name; UNIMPLEMENTED UNSUPPORTED_DTYPE.
+absl::Status CheckWeightSources(const WeightFiles& files, const ComponentLayout& layout,
+                                const WeightSources& sources, absl::string_view prefix);
 
 // The value of a scale. Errors: UNIMPLEMENTED UNSUPPORTED_DTYPE where it is no finite number.
 absl::StatusOr<double> ReadScale(const WeightFiles& files, const std::string& tensor);
 
-// Bytes of the weights, by the type in which the file has them; those of 64 bits count as the 32 that are kept.
+// Bytes of the weights, by the type in which the file has them; those of 64 bits count as the 32 that are
+// kept.
 std::map<DType, int64_t> BytesByType(const WeightFiles& files, const WeightSources& sources);
 
 }  // namespace latentd

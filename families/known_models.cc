@@ -37,7 +37,8 @@ struct Mark {
   absl::string_view what;
 };
 constexpr Mark kMarks[] = {
-    {"joint_blocks.0.context_block.attn.qkv.weight", "Stable Diffusion 3, which is not served; use SDXL or FLUX.1"},
+    {"joint_blocks.0.context_block.attn.qkv.weight",
+     "Stable Diffusion 3, which is not served; use SDXL or FLUX.1"},
     {"double_stream_modulation_img.lin.weight", "FLUX.2, which is not served; use FLUX.1"},
     {"distilled_guidance_layer.norms.0.scale", "Chroma, which is not served; use FLUX.1"},
     {"blocks.0.cross_attn.norm_k.weight", "a Wan video model, which is not served"},

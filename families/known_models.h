@@ -12,7 +12,8 @@ namespace latentd {
 // A sentence about the pipeline class of a model_index.json that no family serves.
 std::string AboutPipelineClass(absl::string_view name);
 
-// What a single file seems to be, by its tensors' names, and what to do with it; empty: nothing that is known.
+// What a single file seems to be, by its tensors' names, and what to do with it; empty: nothing that is
+// known.
 std::string AboutFile(const WeightFiles& files);
 
 }  // namespace latentd

@@ -71,9 +71,10 @@ constexpr uint64_t kFirstHash = 14695981039346656037ull;
 // others are put in the place of; so if it is the same before and after, what was read in between was this.
 std::string StateOf(const Roots& roots, const std::vector<std::string>& paths) {
   uint64_t hash = kFirstHash;
-  ForEachFile(roots, paths, /*folders=*/true, [&](const fs::path&, const std::string& name, const struct stat& st) {
-    hash = Mix(hash, absl::StrCat(name, "|", FileIdentity::Of(st).ToString(), ";"));
-  });
+  ForEachFile(roots, paths, /*folders=*/true,
+              [&](const fs::path&, const std::string& name, const struct stat& st) {
+                hash = Mix(hash, absl::StrCat(name, "|", FileIdentity::Of(st).ToString(), ";"));
+              });
   return absl::StrCat(absl::Hex(hash, absl::kZeroPad16));
 }
 
@@ -117,8 +118,9 @@ absl::StatusOr<std::string> ReadBase(const fs::path& sidecar) {
 
 std::string NeedsBase(absl::string_view name) {
   const absl::string_view own = name.substr(name.rfind('/') + 1);
-  return absl::StrCat("needs a file ", own,
-                      ".json with {\"base\": \"MODEL\"}, naming the model whose text encoders and VAE it uses");
+  return absl::StrCat(
+      "needs a file ", own,
+      ".json with {\"base\": \"MODEL\"}, naming the model whose text encoders and VAE it uses");
 }
 
 // Whether a folder has what a diffusers folder has, whatever it is of.
@@ -148,8 +150,7 @@ std::string IdOf(absl::string_view kind, const std::string& name, const std::str
 
 // NAME.safetensors below the first of the roots that has it. Its id is `kind`, the name and the fingerprint.
 template <typename File>
-std::optional<File> FindFile(const Roots& roots, absl::string_view kind,
-                             const std::string& name) {
+std::optional<File> FindFile(const Roots& roots, absl::string_view kind, const std::string& name) {
   if (!IsValidName(name)) return std::nullopt;
   std::error_code ec;
   for (const std::string& root : roots.folders()) {
@@ -206,8 +207,8 @@ std::vector<EmbeddingFile> EmbeddingsOfLora(const std::string& lora,
                                             const std::shared_ptr<const WeightFiles>& files) {
   std::vector<EmbeddingFile> embeddings;
   if (files == nullptr) return embeddings;
-  const EmbeddingFile whole{
-      lora, IdOf(kEmbedding, lora, files->fingerprint()), files->tensor_bytes(), "", "", files};
+  const EmbeddingFile whole{lora, IdOf(kEmbedding, lora, files->fingerprint()), files->tensor_bytes(), "", "",
+                            files};
   for (const EmbeddingTensors& tensors : BundledEmbeddings(*files)) {
     embeddings.push_back(OfToken(whole, tensors.name));
   }
@@ -215,10 +216,12 @@ std::vector<EmbeddingFile> EmbeddingsOfLora(const std::string& lora,
 }
 
 absl::Status EmbeddingNotFound(const std::string& name) {
-  return MakeError(
-      absl::StatusCode::kNotFound, "EMBEDDING_NOT_FOUND",
-      absl::StrCat("no embedding named '", CutUtf8(name, kMaxShownName), "'; ListEmbeddings shows what there is"),
-      {{"resource_type", "embedding"}, {"resource_name", std::string(CutUtf8(name, kMaxShownName))}, {"field", "name"}});
+  return MakeError(absl::StatusCode::kNotFound, "EMBEDDING_NOT_FOUND",
+                   absl::StrCat("no embedding named '", CutUtf8(name, kMaxShownName),
+                                "'; ListEmbeddings shows what there is"),
+                   {{"resource_type", "embedding"},
+                    {"resource_name", std::string(CutUtf8(name, kMaxShownName))},
+                    {"field", "name"}});
 }
 
 const Component& OpenModel::component(const std::string& component_name) const {
@@ -259,7 +262,8 @@ LockRequest OpenModel::ComponentRequest(const std::string& component_name) const
 
 std::string OpenModel::SourceOf(const Component& component) const {
   const auto& all = pipeline->components();
-  const auto sharers = std::count_if(all.begin(), all.end(), [&](const Component& c) { return c.files == component.files; });
+  const auto sharers =
+      std::count_if(all.begin(), all.end(), [&](const Component& c) { return c.files == component.files; });
   return absl::StrCat(component.files->label(), sharers > 1 ? absl::StrCat(": ", component.prefix) : "");
 }
 
@@ -328,7 +332,8 @@ RootListing Catalog::ListModels(bool with_unserved) const {
         if (problem.empty() && !names.insert(entry.relative).second) problem = kNameTaken;
       } else if (entry.is_folder && IsFolderOfParts(entry.path)) {
         descend = false;
-        problem = absl::StrCat("has the parts of a model, but no ", kIndexFile, " that says which model they are");
+        problem =
+            absl::StrCat("has the parts of a model, but no ", kIndexFile, " that says which model they are");
       } else if (const std::string name = NameOfWeightFile(entry.relative); entry.is_file && !name.empty()) {
         problem = WhyNoName(name);
         if (problem.empty() && !fs::is_regular_file(fs::path(entry.path).replace_extension(".json"), ec)) {
@@ -465,7 +470,8 @@ absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::FindOrOpen(const std::
   }
 }
 
-absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::Open(const std::string& name, const Found& found) const {
+absl::StatusOr<std::shared_ptr<const OpenModel>> Catalog::Open(const std::string& name,
+                                                               const Found& found) const {
   for (const Family* family : AllFamilies()) {
     if (!family->Detect(found.files)) continue;
     auto pipeline = family->Open(found.files);

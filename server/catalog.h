@@ -2,10 +2,10 @@
 // name.
 //
 // Names are paths below a root without the file's extension ("portraits/inkwash"). They resolve inside the
-// roots only (root_files.h): a name with "..", an absolute path, or a link that leads out of all roots is not found, and
-// a model with such a link in its folder is refused, unless links are followed. Files
-// are looked at on every call, so that what is added, replaced or removed is seen without a restart; opened
-// models are kept until their files change.
+// roots only (root_files.h): a name with "..", an absolute path, or a link that leads out of all roots is not
+// found, and a model with such a link in its folder is refused, unless links are followed. Files are looked
+// at on every call, so that what is added, replaced or removed is seen without a restart; opened models are
+// kept until their files change.
 //
 // An id is of what was opened: of the descriptors of the files that weights are read from, and of settings as
 // they were read. Files that are moved about while a model is opened make it be opened again.
@@ -59,8 +59,8 @@ struct OpenModel {
   // What the cache needs to lock a component.
   LockRequest ComponentRequest(const std::string& component_name) const;
 
-  // The file that a component's weights are taken from; with what stands before its names there, where that differs from
-  // component to component.
+  // The file that a component's weights are taken from; with what stands before its names there, where that
+  // differs from component to component.
   std::string SourceOf(const Component& component) const;
 
   // ABORTED FILE_CHANGED once a file of it was written to since it was opened; see MappedFile::Check.
@@ -85,7 +85,7 @@ absl::Status EmbeddingNotFound(const std::string& name);
 
 struct EmbeddingFile {
   std::string name;
-  std::string id;  // embedding/name@fingerprint, of what lies there now
+  std::string id;     // embedding/name@fingerprint, of what lies there now
   int64_t bytes = 0;  // of the file
   std::string path;
   std::string token = {};  // which of the file's textual inversions, where it holds several
@@ -113,8 +113,8 @@ class Catalog {
 
   // All names, sorted; models that cannot be opened are among them.
   std::vector<std::string> ModelNames() const;
-  // What lies under the roots, looks as if it should be served, and has no name here; in order. Each is logged the
-  // first time.
+  // What lies under the roots, looks as if it should be served, and has no name here; in order. Each is
+  // logged the first time.
   std::vector<Unserved> UnservedModels() const;
   std::vector<Unserved> UnservedLoras() const;
   std::vector<Unserved> UnservedEmbeddings() const;

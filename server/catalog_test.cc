@@ -61,7 +61,8 @@ TEST_F(CatalogTest, NamesArePathsBelowTheRoot) {
 
 TEST_F(CatalogTest, NamesAreWhateverFilesAreCalledButForControlCharacters) {
   const std::string longest(255 - 12, 'x');
-  const std::vector<std::string> names = {"a b, [c] (d)", "caps", "e'f\"g\\h", "i:j@k,l=1", longest, "猫 🐈/ü"};
+  const std::vector<std::string> names = {"a b, [c] (d)", "caps",  "e'f\"g\\h",
+                                          "i:j@k,l=1",    longest, "猫 🐈/ü"};
   for (const std::string& name : names) {
     if (name != "caps") Write(absl::StrCat(name, ".safetensors"));
   }
@@ -116,7 +117,8 @@ TEST_F(CatalogTest, LinksAreFollowedInsideOfTheRoots) {
 }
 
 TEST_F(CatalogTest, OfTwoFilesWithOneNameOneIsServedAndTheOtherTold) {
-  for (const char* file : {"1/a.safetensors", "1/a.SAFETENSORS", "2/a.safetensors", "1/b.SAFETENSORS"}) Write(file);
+  for (const char* file : {"1/a.safetensors", "1/a.SAFETENSORS", "2/a.safetensors", "1/b.SAFETENSORS"})
+    Write(file);
   const Catalog catalog({}, {(root_ / "1").string(), (root_ / "2").string()}, {});
   std::vector<std::string> paths;
   for (const LoraFile& lora : catalog.Loras()) paths.push_back(fs::path(lora.path).lexically_relative(root_));
@@ -135,15 +137,15 @@ TEST_F(CatalogTest, WhatLooksLikeWeightsAndIsNotServedSaysWhy) {
   fs::create_directory(root_ / "folder.safetensors");
   mkfifo((root_ / "pipe.safetensors").c_str(), 0600);
   std::map<std::string, std::string> problems;
-  for (const Unserved& one : Catalog({}, {root_.string()}, {}).UnservedLoras()) problems[one.name] = one.problem;
-  EXPECT_THAT(problems,
-              testing::ElementsAre(testing::Pair("1/2/3/4/5/6/7", HasSubstr("below 6 folders")),
-                                   testing::Pair("a.ckpt", HasSubstr("is not called .safetensors")),
-                                   testing::Pair("b.sft", HasSubstr("is not called .safetensors")),
-                                   testing::Pair("c.safetensors.part", HasSubstr("did not end")),
-                                   testing::Pair("folder.safetensors", "is a folder"),
-                                   testing::Pair("pickle.pt", HasSubstr("pickle")),
-                                   testing::Pair("pipe.safetensors", "is no regular file")));
+  for (const Unserved& one : Catalog({}, {root_.string()}, {}).UnservedLoras())
+    problems[one.name] = one.problem;
+  EXPECT_THAT(problems, testing::ElementsAre(testing::Pair("1/2/3/4/5/6/7", HasSubstr("below 6 folders")),
+                                             testing::Pair("a.ckpt", HasSubstr("is not called .safetensors")),
+                                             testing::Pair("b.sft", HasSubstr("is not called .safetensors")),
+                                             testing::Pair("c.safetensors.part", HasSubstr("did not end")),
+                                             testing::Pair("folder.safetensors", "is a folder"),
+                                             testing::Pair("pickle.pt", HasSubstr("pickle")),
+                                             testing::Pair("pipe.safetensors", "is no regular file")));
 }
 
 // As a folder that goes away between two looks: of an upload that has ended, or whose last file was removed.
@@ -233,8 +235,8 @@ TEST_F(ModelFilesTest, WhatChangesNoByteLeavesTheModelAsItIs) {
 }
 
 TEST_F(ModelFilesTest, AFileThatIsWrittenToIsAnotherModelWhateverItsTimes) {
-  for (const char* file : {"transformer/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer_config.json",
-                           "scheduler/scheduler_config.json"}) {
+  for (const char* file : {"transformer/diffusion_pytorch_model.safetensors",
+                           "tokenizer/tokenizer_config.json", "scheduler/scheduler_config.json"}) {
     const auto before = *catalog_.Model("m");
     const fs::path path = root_ / "m" / file;
     const auto time = fs::last_write_time(path);

@@ -40,9 +40,9 @@ constexpr size_t kMaxSamples = 10;
 
 // A name, or what is shown of a file that has none.
 bool IsPageToken(absl::string_view token) {
-  return token.size() <= kMaxNameBytes && token[0] != '.' && std::none_of(token.begin(), token.end(), [](char c) {
-           return absl::ascii_iscntrl(static_cast<unsigned char>(c));
-         });
+  return token.size() <= kMaxNameBytes && token[0] != '.' &&
+         std::none_of(token.begin(), token.end(),
+                      [](char c) { return absl::ascii_iscntrl(static_cast<unsigned char>(c)); });
 }
 
 // Answers with the page of `names`, which are sorted, that `request` asks for: calls `add` with the index of
@@ -54,7 +54,8 @@ absl::Status AnswerPage(const std::vector<std::string>& names, const Request& re
   if (request.page_size() < 0) return FieldError("page_size", "must not be negative");
   const int size = request.page_size() == 0 ? kDefaultPageSize : std::min(request.page_size(), kMaxPageSize);
   const std::string& token = request.page_token();
-  if (!token.empty() && !IsPageToken(token)) return FieldError("page_token", "is no token of an earlier page");
+  if (!token.empty() && !IsPageToken(token))
+    return FieldError("page_token", "is no token of an earlier page");
   const auto begin = token.empty() ? names.begin() : std::upper_bound(names.begin(), names.end(), token);
   const auto end = begin + std::min<std::ptrdiff_t>(size, names.end() - begin);
   for (auto it = begin; it != end; ++it) add(static_cast<size_t>(it - names.begin()));
@@ -100,12 +101,14 @@ std::string StorageName(DType dtype) { return absl::AsciiStrToLower(DTypeName(dt
 
 // What the model's files have and none of its components reads.
 void AddUnused(const Pipeline& pipeline, v1::Model& proto) {
-  std::map<const WeightFiles*, std::pair<std::string, std::set<std::string>>> by_files;  // first component, tensors read
+  std::map<const WeightFiles*, std::pair<std::string, std::set<std::string>>>
+      by_files;  // first component, tensors read
   std::vector<const WeightFiles*> order;
   for (const Component& c : pipeline.components()) {
     const auto [it, fresh] = by_files.try_emplace(c.files.get(), c.name, std::set<std::string>());
     if (fresh) order.push_back(c.files.get());
-    for (std::string& name : TensorsOf(*c.files, *c.layout, c.key_map, c.prefix)) it->second.second.insert(std::move(name));
+    for (std::string& name : TensorsOf(*c.files, *c.layout, c.key_map, c.prefix))
+      it->second.second.insert(std::move(name));
   }
   for (const WeightFiles* files : order) {
     const auto& [component, read] = by_files.at(files);
@@ -223,15 +226,17 @@ v1::Embedding ToProto(const EmbeddingFile& embedding, const std::string& short_n
   return proto;
 }
 
-// What `describe` says of an item of a list; of one that it fails on, its name and why. One file never takes a list
-// from everybody.
+// What `describe` says of an item of a list; of one that it fails on, its name and why. One file never takes
+// a list from everybody.
 template <typename Proto>
-Proto Described(absl::string_view kind, const std::string& name, absl::FunctionRef<absl::StatusOr<Proto>()> describe) {
+Proto Described(absl::string_view kind, const std::string& name,
+                absl::FunctionRef<absl::StatusOr<Proto>()> describe) {
   Proto proto;
-  const absl::Status status = GuardTensorCode(absl::StrCat("the description of ", kind, " ", name), [&]() -> absl::Status {
-    ASSIGN_OR_RETURN(proto, describe());
-    return absl::OkStatus();
-  });
+  const absl::Status status =
+      GuardTensorCode(absl::StrCat("the description of ", kind, " ", name), [&]() -> absl::Status {
+        ASSIGN_OR_RETURN(proto, describe());
+        return absl::OkStatus();
+      });
   if (!status.ok()) {
     spdlog::warn("{} {} cannot be used: {}", std::string(kind), LogField(name), LogField(status.message()));
     proto = Proto();

@@ -32,7 +32,8 @@ template <typename Allowed>
 bool IsName(absl::string_view name, size_t max_bytes, Allowed allowed) {
   if (name.empty() || name.size() > max_bytes) return false;
   for (absl::string_view segment : absl::StrSplit(name, '/')) {
-    if (segment.empty() || segment.size() > kMaxSegmentBytes || segment[0] == '.' || !allowed(segment)) return false;
+    if (segment.empty() || segment.size() > kMaxSegmentBytes || segment[0] == '.' || !allowed(segment))
+      return false;
   }
   return true;
 }

@@ -31,10 +31,11 @@ constexpr int kMaxLinks = 10'000;     // to folders, that one walk follows
 constexpr char kLeadsOut[] = "is a link that leads out of the root; put the files there, or set follow_links";
 
 // What other programs call files of weights.
-constexpr absl::string_view kOtherWeights[] = {".ckpt", ".pt", ".pth", ".bin", ".pkl", ".gguf", ".sft", ".onnx"};
+constexpr absl::string_view kOtherWeights[] = {".ckpt", ".pt",   ".pth", ".bin",
+                                               ".pkl",  ".gguf", ".sft", ".onnx"};
 // What downloads that are going on, or were broken off, are called.
-constexpr absl::string_view kDownloads[] = {".part", ".partial", ".incomplete", ".crdownload",
-                                            ".download", ".aria2", ".tmp", ".!ut"};
+constexpr absl::string_view kDownloads[] = {".part",     ".partial", ".incomplete", ".crdownload",
+                                            ".download", ".aria2",   ".tmp",        ".!ut"};
 
 bool IsBelow(const fs::path& path, const fs::path& folder) {
   const fs::path relative = path.lexically_relative(folder);
@@ -80,9 +81,8 @@ Roots::Roots(const std::vector<std::string>& folders, bool follow_links) : follo
 }
 
 bool Roots::Holds(const fs::path& canonical) const {
-  return follow_links_ || std::any_of(folders_.begin(), folders_.end(), [&](const std::string& folder) {
-           return IsBelow(canonical, folder);
-         });
+  return follow_links_ || std::any_of(folders_.begin(), folders_.end(),
+                                      [&](const std::string& folder) { return IsBelow(canonical, folder); });
 }
 
 fs::path Roots::Below(const std::string& folder, absl::string_view name) const {
@@ -116,7 +116,7 @@ RootEntry Roots::Look(const fs::path& path) const {
   std::error_code ec;
   if (fs::is_symlink(fs::symlink_status(path, ec))) {
     const fs::path target = fs::canonical(path, ec);
-    entry.link = ec               ? RootEntry::Link::kToNothing
+    entry.link = ec              ? RootEntry::Link::kToNothing
                  : Holds(target) ? RootEntry::Link::kInside
                                  : RootEntry::Link::kOutside;
     entry.leads_to_folder = fs::is_directory(path, ec);
@@ -131,9 +131,11 @@ RootEntry Roots::Look(const fs::path& path) const {
 void Roots::Walk(const fs::path& root, absl::FunctionRef<bool(const RootEntry&)> take) const {
   int links = 0;
   // `above`: the canonical folders on the way, so that a link to one of them is not followed in circles.
-  const auto walk = [&](const auto& self, const fs::path& folder, std::vector<fs::path>& above, int depth) -> void {
+  const auto walk = [&](const auto& self, const fs::path& folder, std::vector<fs::path>& above,
+                        int depth) -> void {
     std::error_code ec, no;
-    for (auto it = fs::directory_iterator(folder, ec); !ec && it != fs::directory_iterator(); it.increment(ec)) {
+    for (auto it = fs::directory_iterator(folder, ec); !ec && it != fs::directory_iterator();
+         it.increment(ec)) {
       if (absl::StartsWith(it->path().filename().string(), ".")) continue;
       RootEntry entry = Look(it->path());
       entry.relative = entry.path.lexically_relative(root).string();
@@ -217,14 +219,17 @@ std::string WhyNoWeightFile(const RootEntry& entry) {
   const std::string name = Lower(entry.path);
   if (entry.is_folder) {
     if (absl::EndsWith(name, kWeightFile)) return "is a folder";
-    return entry.too_deep ? absl::StrCat("lies below ", kMaxDepth, " folders; what is in it is not looked at") : "";
+    return entry.too_deep ? absl::StrCat("lies below ", kMaxDepth, " folders; what is in it is not looked at")
+                          : "";
   }
   const bool looks = LooksLikeWeights(entry.path);
   if (entry.link == RootEntry::Link::kOutside) return looks || entry.leads_to_folder ? kLeadsOut : "";
-  if (entry.link == RootEntry::Link::kToNothing) {  // of a folder's, as when a disk is gone, the name alone tells
+  if (entry.link ==
+      RootEntry::Link::kToNothing) {  // of a folder's, as when a disk is gone, the name alone tells
     return looks || entry.path.extension().empty() ? "is a link to nothing" : "";
   }
-  if (EndsInOneOf(name, kDownloads) && LooksLikeWeights(entry.path.stem())) return "is a download that did not end";
+  if (EndsInOneOf(name, kDownloads) && LooksLikeWeights(entry.path.stem()))
+    return "is a download that did not end";
   if (!looks) return "";
   if (!entry.is_file) return "is no regular file";
   if (absl::EndsWith(name, kWeightFile)) return "";
@@ -236,7 +241,8 @@ std::string WhyNoWeightFile(const RootEntry& entry) {
 Unserved MakeUnserved(const RootEntry& entry, std::string problem) {
   std::error_code ec;
   const auto bytes = entry.is_file ? static_cast<int64_t>(fs::file_size(entry.path, ec)) : int64_t{0};
-  return {std::string(CutUtf8(EscapeUnsafe(entry.relative), kMaxNameBytes)), EscapeUnsafe(problem), ec ? 0 : bytes};
+  return {std::string(CutUtf8(EscapeUnsafe(entry.relative), kMaxNameBytes)), EscapeUnsafe(problem),
+          ec ? 0 : bytes};
 }
 
 }  // namespace latentd

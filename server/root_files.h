@@ -1,9 +1,9 @@
 // Folders that hold what is served ("roots"), and what lies in them, by name.
 //
-// A name is a path below a root, of a file without ".safetensors" (in small letters or capitals). Names resolve
-// inside of the roots: others would let whoever can write to a root have the server read, and tell of, files that
-// are none of its business. So links are followed that lead below one of the roots; others, when the
-// administrator says so (Config::follow_links).
+// A name is a path below a root, of a file without ".safetensors" (in small letters or capitals). Names
+// resolve inside of the roots: others would let whoever can write to a root have the server read, and tell
+// of, files that are none of its business. So links are followed that lead below one of the roots; others,
+// when the administrator says so (Config::follow_links).
 //
 // Immutable; any thread. Calls read the disk.
 #ifndef LATENTD_SERVER_ROOT_FILES_H_
@@ -59,17 +59,17 @@ class Roots {
   // The same of the weight file of that name, a regular file.
   std::filesystem::path WeightFile(const std::string& folder, const std::string& name) const;
 
-  // Shows `take` what lies below `folder`, and what is in the folders of which it says true. What begins with a
-  // dot is nobody's name, and no file of a model. A folder that cannot be read ends nothing but itself: clients'
-  // uploads come and go while this runs.
+  // Shows `take` what lies below `folder`, and what is in the folders of which it says true. What begins with
+  // a dot is nobody's name, and no file of a model. A folder that cannot be read ends nothing but itself:
+  // clients' uploads come and go while this runs.
   void Walk(const std::filesystem::path& folder, absl::FunctionRef<bool(const RootEntry&)> take) const;
 
   // Of the files of LoRAs and embeddings. Of two with one name that of the first root is served.
   // `with_unserved`: also looks at what is not served.
   RootListing List(bool with_unserved) const;
 
-  // Looks at every link below a model's folder. Errors: FAILED_PRECONDITION UNSAFE_FILE for one that leads out
-  // of the roots, or for more entries than any model has. A link to nothing harms nobody.
+  // Looks at every link below a model's folder. Errors: FAILED_PRECONDITION UNSAFE_FILE for one that leads
+  // out of the roots, or for more entries than any model has. A link to nothing harms nobody.
   absl::Status CheckLinks(const std::filesystem::path& folder) const;
 
  private:
@@ -80,11 +80,12 @@ class Roots {
   const bool follow_links_;
 };
 
-// Why what looks like a file of weights is not served, though no name stands in its way; empty for what is of no
-// concern (notes, pictures) and for .safetensors files. Reads the file's beginning.
+// Why what looks like a file of weights is not served, though no name stands in its way; empty for what is of
+// no concern (notes, pictures) and for .safetensors files. Reads the file's beginning.
 std::string WhyNoWeightFile(const RootEntry& entry);
 
-// The name that a weight file has: `path` without ".safetensors", whatever its case. Empty: it ends otherwise.
+// The name that a weight file has: `path` without ".safetensors", whatever its case. Empty: it ends
+// otherwise.
 std::string NameOfWeightFile(absl::string_view path);
 
 // Why `name` is not one; empty when it is.

@@ -58,7 +58,8 @@ TransformerFile DetectTransformerFile(const WeightFiles& files) {
 // `checkpoint`: the single file, which has the transformer and may have the rest; null: a folder.
 using Checkpoint = std::shared_ptr<const WeightFiles>;
 
-absl::StatusOr<Component> OpenTransformer(const Checkpoint& checkpoint, const std::string& base, FluxParts& parts) {
+absl::StatusOr<Component> OpenTransformer(const Checkpoint& checkpoint, const std::string& base,
+                                          FluxParts& parts) {
   Component component;
   component.name = "transformer";
   FluxConfig config;
@@ -90,7 +91,8 @@ absl::StatusOr<Component> OpenTransformer(const Checkpoint& checkpoint, const st
 // Where all-in-one files have the encoders, as ComfyUI and Forge write them.
 constexpr const char* kClipPrefixes[] = {"text_encoders.clip_l.transformer.", "text_encoders.clip_l.",
                                          "text_encoder.", "cond_stage_model.transformer."};
-constexpr const char* kT5Prefixes[] = {"text_encoders.t5xxl.transformer.", "text_encoders.t5xxl.", "text_encoder_2."};
+constexpr const char* kT5Prefixes[] = {"text_encoders.t5xxl.transformer.", "text_encoders.t5xxl.",
+                                       "text_encoder_2."};
 
 absl::StatusOr<Component> OpenClip(const Checkpoint& checkpoint, const std::string& base, FluxParts& parts) {
   Component component;
@@ -127,8 +129,8 @@ absl::StatusOr<Component> OpenT5(const Checkpoint& checkpoint, const std::string
   ASSIGN_OR_RETURN(const T5Config config, T5Config::Load(base + "/text_encoder_2/config.json"));
   if (checkpoint != nullptr) {
     for (const char* prefix : kT5Prefixes) {
-      if (component.files != nullptr ||
-          checkpoint->tensors().count(absl::StrCat(prefix, "encoder.block.0.layer.0.SelfAttention.q.weight")) == 0) {
+      if (component.files != nullptr || checkpoint->tensors().count(absl::StrCat(
+                                            prefix, "encoder.block.0.layer.0.SelfAttention.q.weight")) == 0) {
         continue;
       }
       component.files = checkpoint;

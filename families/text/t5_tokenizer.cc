@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "cache/error.h"
@@ -72,7 +73,10 @@ absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::
   }
   add(settings.Named("pad_token", "<pad>"));
   add(settings.Named("unk_token", "<unk>"));
-  if (settings.added.empty()) {
+  const bool has_sentinels = std::any_of(settings.added.begin(), settings.added.end(), [](const AddedToken& t) {
+    return absl::StartsWith(t.text, "<extra_id_");
+  });
+  if (!has_sentinels) {
     // The sentinels stand behind the model's own pieces, in reverse.
     const int64_t extra_ids = settings.extra_ids >= 0 ? settings.extra_ids : kExtraIds;
     for (int64_t i = 0; i < extra_ids; ++i) {

@@ -82,7 +82,7 @@ TEST(Tokenizers, EveryCapitalBecomesWhatItBecomesInTransformers) {
   const auto smalls = golden.at("smalls").get<std::vector<std::string>>();
   ASSERT_EQ(capitals.size(), smalls.size());
   for (size_t i = 0; i < capitals.size(); ++i) {
-    EXPECT_EQ(LowerCase(Nfc(Utf8(capitals[i]))), smalls[i]) << absl::Hex(capitals[i]);
+    EXPECT_EQ(LowerCase(Nfc(Utf8(capitals[i]))), smalls[i]) << absl::StrCat(absl::Hex(capitals[i]));
   }
 }
 
