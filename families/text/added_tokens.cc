@@ -73,6 +73,7 @@ class Reader {
       if (json.IsObject(name)) {
         JsonConfig object = json.Object(name);
         token = ReadToken(object, /*normalized=*/false);
+        token.normalized = false;  // transformers looks for named tokens in the text as it is, whatever this says
         RETURN_IF_ERROR(object.status());
       }
       if (!token.text.empty()) settings_.named[std::string(name)] = std::move(token);

@@ -52,7 +52,7 @@ std::string Utf8(int64_t code) {
   std::string out;
   if (code < 0x80) return std::string(1, static_cast<char>(code));
   const int tail = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
-  out += static_cast<char>((0xF00 >> tail) | (code >> (6 * tail)));
+  out += static_cast<char>((0xFF00 >> (tail + 1)) | (code >> (6 * tail)));
   for (int i = tail - 1; i >= 0; --i) out += static_cast<char>(0x80 | ((code >> (6 * i)) & 0x3F));
   return out;
 }

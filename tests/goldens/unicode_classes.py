@@ -35,7 +35,7 @@ def write_all(out: Path) -> None:
             starts.append(code)
             kinds.append(this)
             last = this
-        small = backend.normalizer.normalize_str("a" + chr(code) + "a")[1:-1]
+        small = backend.normalizer.normalize_str(chr(code))
         if small not in (chr(code), " "):
             capitals.append(code)
             smalls.append(small)
