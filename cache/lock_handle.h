@@ -5,6 +5,7 @@
 #ifndef LATENTD_CACHE_LOCK_HANDLE_H_
 #define LATENTD_CACHE_LOCK_HANDLE_H_
 
+#include <algorithm>
 #include <memory>
 #include <string>
 
@@ -90,6 +91,8 @@ class DeviceLock {
   // What is resident, and the ring for the rest, whose bytes on the device this lock has promised.
   const ResidencyPlan& plan() const { return plan_; }
   int64_t working_bytes() const { return working_.bytes(); }
+  // Takes so much of the promise of working memory as what is left behind needs, at most all of it.
+  Reservation TakeWorking(int64_t bytes) { return working_.Split(std::min(bytes, working_.bytes())); }
 
   void Release();
 

@@ -129,6 +129,14 @@ const std::vector<ConfigKey>& Table() {
        "A job that waits for its turn rises by one priority each time this has passed; never: only higher ones "
        "run as long as there are any.",
        Unit::kNone, 0, 0, true},
+      {"max_unread_bytes", &Config::max_unread_bytes,
+       "A job makes no further picture file while its client has more than this to read.", Unit::kBytes,
+       64 << 10, kAnySize},
+      {"reader_timeout", &Config::reader_timeout,
+       "A session ends whose client, while something waited for it for this long, took nothing, or less than "
+       "min_read_rate."},
+      {"min_read_rate", &Config::min_read_rate, "Bytes a second that a client must read at least; see reader_timeout.",
+       Unit::kBytes, 1, kAnySize},
       {"upload_dir", &Config::upload_dir,
        "Folder for LoRAs that clients upload, which are served as uploads/NAME; the server's own, and in "
        "none of "

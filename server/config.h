@@ -63,6 +63,9 @@ struct Config {
   absl::Duration job_timeout = absl::Hours(1);
   int64_t max_priority = 100;
   absl::Duration priority_ageing = absl::Seconds(5);
+  int64_t max_unread_bytes = int64_t{4} << 20;
+  absl::Duration reader_timeout = absl::Minutes(2);
+  int64_t min_read_rate = int64_t{16} << 10;
 
   std::string upload_dir;
   int64_t upload_max_bytes = int64_t{2} << 30;

@@ -470,7 +470,7 @@ void Job::SendFile(size_t index, const std::string& file, Reservation memory) {
 }
 
 bool Job::PauseForReader() {
-  const int64_t most = core_->read_limits.max_unread_bytes;
+  const int64_t most = core_->config.max_unread_bytes;
   if (setup_.unread_bytes() <= most) return false;
   {
     MutexLock lock(&mu_);
@@ -571,8 +571,15 @@ void Job::EndPhase() {
     measured_ =
         Measured{resources_->measurement_key(), peak_bytes_, slice_seconds_ / static_cast<double>(slices_)};
   }
+  if (phases_[current_].kind == Kind::kEncodeImage) {
+    image_latents_memory_ = resources_->ReleaseAllBut(static_cast<int64_t>(image_latents_.nbytes()));
+  } else if (phases_[current_].kind == Kind::kDenoise) {
+    latents_memory_ = resources_->ReleaseAllBut(static_cast<int64_t>(latents_.nbytes()));
+    conditioning_locks_.clear();
+    image_latents_.reset();
+    image_latents_memory_.Release();
+  }
   resources_ = nullptr;
-  if (phases_[current_].kind == Kind::kDenoise) conditioning_locks_.clear();
 }
 
 void Job::RecordMeasurement() {
@@ -599,6 +606,8 @@ void Job::Finish(absl::Status status) {
   conditioning_locks_.clear();
   conditioning_memory_.Release();
   picture_memory_.Release();
+  image_latents_memory_.Release();
+  latents_memory_.Release();
   if (const std::string reason = ErrorReason(status);
       reason == "FILE_CHANGED" || reason == "FILE_TRUNCATED") {
     core_->DropChanged(*setup_.model);

@@ -129,7 +129,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   // Promises what files of all pictures take, and the pixels that they are made of until they are.
   absl::Status PromisePictures(int64_t file_bytes);
   void BeginPhaseResources();
-  // Writes down what the phase took, and lets it go.
+  // Writes down what the phase took, and lets it go but for its result.
   void EndPhase();
   void RecordMeasurement();
   void Finish(absl::Status status);
@@ -160,6 +160,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   Reservation picture_memory_;                  // of pictures on their way out
   at::Tensor image_latents_;
   at::Tensor latents_;
+  Reservation image_latents_memory_, latents_memory_;  // on the device of the phase that made them
   std::unique_ptr<Denoiser> denoiser_;
   std::vector<at::Tensor> pictures_;  // uint8 [H, W, 3]; undefined once it is a file
   size_t files_ = 0;                  // that were made and sent

@@ -416,20 +416,22 @@ void PhaseResources::ReleaseDevice() {
   stream_ = nullptr;
   overlay_ = nullptr;
   if (!residency_) return;
-  residency_.Release();
-  // What slices have computed so far stays, and so does its promise, where nobody was faster.
+  // What slices have computed so far stays, and so does its promise.
   const int64_t more = account_->bytes() - KeptBytes();
-  if (more <= 0) return;
-  auto kept = setup_.device->budget().TryReserve({.bytes = more,
-                                                  .use = MemoryUse::kWorking,
-                                                  .owner = setup_.owner,
-                                                  .what = absl::StrCat("results of ", component_.name)});
-  if (kept.ok()) kept_.push_back(std::move(*kept));
+  if (more > 0) kept_.push_back(residency_.TakeWorking(more));
+  residency_.Release();
 }
 
 void PhaseResources::Release() {
   ReleaseDevice();
   handle_.Release();
+}
+
+Reservation PhaseResources::ReleaseAllBut(int64_t bytes) {
+  Reservation result = residency_.TakeWorking(bytes);
+  Release();
+  kept_.clear();
+  return result;
 }
 
 }  // namespace latentd

@@ -85,6 +85,8 @@ class PhaseResources {
 
   // Lets everything go.
   void Release();
+  // The same, but for the promise of a result that stays: so many bytes on the phase's device.
+  Reservation ReleaseAllBut(int64_t bytes);
 
   const WeightView& view() const { return *view_; }
   const PhaseOptions& options() const { return options_; }

@@ -430,12 +430,12 @@ void SessionScope::Tick(absl::Time now) {
         ++it;
       }
     }
-    if (client_->TooSlow(core_->read_limits.window, core_->read_limits.bytes_per_second)) {
+    if (client_->TooSlow(core_->config.reader_timeout, core_->config.min_read_rate)) {
       end = MakeError(
           absl::StatusCode::kDeadlineExceeded, kClientStalled,
-          absl::StrCat("the client read nothing, or less than ", core_->read_limits.bytes_per_second,
-                       " bytes a second, for ", absl::FormatDuration(core_->read_limits.window)),
-          {{"min_read_rate", absl::StrCat(core_->read_limits.bytes_per_second)}});
+          absl::StrCat("the client read nothing, or less than ", core_->config.min_read_rate,
+                       " bytes a second, for ", absl::FormatDuration(core_->config.reader_timeout)),
+          {{"min_read_rate", absl::StrCat(core_->config.min_read_rate)}});
     } else if (now - created_ > core_->config.session_max_age) {
       end =
           MakeError(absl::StatusCode::kDeadlineExceeded, "SESSION_TOO_OLD",
@@ -614,7 +614,7 @@ void SessionRegistry::WatchLeaving() {
   }
   std::erase_if(clients, [](const auto& client) { return client->Gone(); });
   for (const auto& client : clients) {
-    if (client->TooSlow(core_->read_limits.window, core_->read_limits.bytes_per_second)) client->BreakOff();
+    if (client->TooSlow(core_->config.reader_timeout, core_->config.min_read_rate)) client->BreakOff();
   }
   MutexLock lock(&mu_);
   leaving_.insert(leaving_.end(), clients.begin(), clients.end());

@@ -363,6 +363,22 @@ def test_answers_that_are_not_read(daemon):
     watch.expect_recovery()
 
 
+def test_a_client_that_does_not_read_its_pictures_is_ended(start):
+    """It reads the first 100 bytes of the answer, and keeps the connection."""
+    daemon = start_on_tcp(start, "--reader-timeout", "1s")
+    request = denoise_pb2.GenerateRequest(model=MODEL, params=denoise_pb2.GenerateParams(
+        prompt="a red circle", seed=7, steps=2, width=256, height=256, count=4)).SerializeToString()
+    c = Connection(daemon.tcp, settings=struct.pack(">HI", 4, 100))
+    stream = c.open(GENERATE)
+    c.send(frame(DATA, 1, stream, message(len(request)) + request))
+    while "reason=CLIENT_STALLED" not in daemon.log.read_text():
+        time.sleep(0.05)
+        assert daemon.process.poll() is None
+    daemon.expect_all_released()
+    assert not c.closed(0.1), "others may use the connection"
+    c.close()
+
+
 # ------------------------------------------------------------------------------------------------ connections
 
 def test_silent_connections_keep_nobody_out(daemon):

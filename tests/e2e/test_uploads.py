@@ -255,6 +255,29 @@ def test_only_uploads_can_be_deleted(daemon):
     assert daemon.fails(lora=("uploads/x",)).reason == "LORA_NOT_FOUND"
 
 
+def test_an_upload_that_is_being_placed_is_an_upload_to_who_deletes_it(daemon):
+    done = threading.Event()
+
+    def place():
+        try:
+            for _ in range(300):
+                upload(daemon, "placed")
+        finally:
+            done.set()
+
+    placing = threading.Thread(target=place)
+    placing.start()
+    reasons = set()
+    while not done.is_set():
+        try:
+            delete(daemon, "uploads/placed")
+            reasons.add("OK")
+        except grpc.RpcError as error:
+            reasons.add(reason_of(error))
+    placing.join()
+    assert reasons == {"OK", "LORA_NOT_FOUND"}
+
+
 def test_a_session_keeps_what_it_holds_when_it_is_replaced_or_deleted(daemon):
     upload(daemon, "x")
     session = daemon.session(lora=("uploads/x",))

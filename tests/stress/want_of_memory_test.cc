@@ -268,6 +268,38 @@ TEST(MeasuredWorkingMemory, OfAJobWithoutLorasIsNotThatOfOneWithThem) {
   EXPECT_LT(plan({}).working_bytes(), with_lora.working_peak_bytes());
 }
 
+// ---------------------------------------------------------------------------------------------- between phases
+
+// The job has denoised, and waits for host memory for its file; its latents are on the device meanwhile.
+TEST(Latents, StayPromisedBetweenPhases) {
+  Config config = InProcessServer::DefaultConfig({"sim:0=64MiB"});
+  config.memory_wait_timeout = kForEver;
+  InProcessServer server(config);
+  ASSERT_TRUE(server.core().pins->Load(kDemoModel, {}, "sim:0", /*pin=*/true).ok());
+  v1::GenerateParams job = Sized(64, 50);
+  job.set_image_format(v1::IMAGE_FORMAT_LATENTS);
+  job.set_count(2);
+  InProcessServer::Session session = server.Open();
+  session.Send(job);
+  session.WaitForStep();
+  RamBudget& ram = *server.core().ram;
+  const MemoryBudget::Stats during = ram.stats();
+  auto others = ram.TryReserve({.bytes = during.cap_bytes - during.in_use_bytes - during.reserved_bytes,
+                                .use = MemoryUse::kImages,
+                                .owner = "somebody",
+                                .what = "all the rest"});
+  ASSERT_TRUE(others.ok()) << others.status();
+  while (ram.stats().waiting == 0) absl::SleepFor(absl::Milliseconds(1));
+  // 16 channels of 8 x 8 in fp32, twice.
+  EXPECT_EQ(server.core().devices[0]->budget().stats().reserved_bytes, 2 * 16 * 8 * 8 * 4);
+  others->Release();
+  const Outcome outcome = session.Wait();
+  EXPECT_TRUE(outcome.status.ok()) << outcome.status;
+  EXPECT_TRUE(session.End().ok());
+  ASSERT_TRUE(server.core().pins->Unload(kDemoModel).ok());
+  EXPECT_EQ(server.WhatIsNotAtRest(), "");
+}
+
 // ------------------------------------------------------------------------------------------------ giving way
 
 TEST(Priorities, AreCutToTheHighestThereIs) {
