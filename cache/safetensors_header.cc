@@ -21,7 +21,8 @@ constexpr size_t kMaxNameBytes = 1024;
 constexpr int kMaxDepth = 4;  // object → tensor → array, and one for what is skipped
 constexpr char kMetadata[] = "__metadata__";
 constexpr size_t kMaxEntries = 4096;        // of one tensor, or of the metadata
-constexpr size_t kMaxMetadataBytes = 4096;  // of a text that is kept
+constexpr size_t kMaxMetadataBytes = 4096;  // of a text that is kept, but for one that is read
+constexpr absl::string_view kAdapterConfig = "lora_adapter_metadata";  // diffusers'; names all modules of a model
 constexpr size_t kMaxShown = 200;
 
 absl::Status Corrupt(absl::string_view what) {
@@ -79,7 +80,7 @@ class HeaderBuilder : public nlohmann::json_sax<Json> {
   bool string(string_t& text) override {
     if (in_metadata_) {
       if (depth_ != 2) return BadMetadata();
-      header_.metadata[key_] = std::string(CutUtf8(text, kMaxMetadataBytes));
+      header_.metadata[key_] = std::string(key_ == kAdapterConfig ? text : CutUtf8(text, kMaxMetadataBytes));
       return true;
     }
     if (depth_ != 2 || field_ != Field::kDtype) return Other();

@@ -149,8 +149,11 @@ TEST_P(VaeMemory, OfDecodingAndEncodingIsEstimatedClosely) {
       {
         const WeightView view(weights, nullptr);
         const at::Tensor latents = at::zeros({1, channels, side / 8, side / 8});
+        // The last convolution, to 3 channels, is the library's: what comes and what comes out may be copied, or not.
+        const int64_t part = tile == 0 ? side : tile;
+        const int64_t copies = (width + 2 * 3) * part * part * int64_t{sizeof(float)};
         Compare("decode " + what, vae.DecodeBytes(side, side, tile, {}), close,
-                [&] { DecodePicture(vae, view, latents, tile); });
+                [&] { DecodePicture(vae, view, latents, tile); }, copies);
       }
       if (side > 768) continue;
       const WeightView view(weights, nullptr);

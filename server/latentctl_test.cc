@@ -353,7 +353,7 @@ TEST_F(LatentctlTest, LorasAreListedAndInspected) {
   EXPECT_EQ(Ctl({"loras"}).out,
             "NAME   FORMAT      FAMILY  LAYERS  SIZE      BRINGS  PROBLEM\n"
             "night  kohya       SDXL         9  6.00 KiB  sks\n"
-            "torn   not usable               0  0 B               torn.safetensors is empty\n");
+            "torn   not usable               0       0 B          torn.safetensors is empty\n");
   EXPECT_THAT(Ctl({"loras", "--model", "m"}).out, HasSubstr("7 of 9 layers; not odd.layer, …"));
   const std::string out = Ctl({"inspect-lora", "night", "--model", "m"}).out;
   EXPECT_THAT(out, HasSubstr("24 of rank 8"));

@@ -111,7 +111,7 @@ bool EndsFinite(const Case& c, Sampler& sampler) {
 TEST(SchedulersGolden, EveryClassAndSettingIsDiffusersOrRefusedByName) {
   const c10::InferenceMode inference;
   const Golden golden("sd-schedulers");
-  const std::vector<std::string> rows = absl::StrSplit(golden.Setting("cases"), ';');
+  const std::vector<std::string> rows = absl::StrSplit(golden.Text("cases"), ';');
   std::set<std::pair<std::string, std::string>> met;
   std::set<std::string> served, refused_classes;
   int64_t equal = 0, refused = 0, neither = 0, only_here = 0;
