@@ -33,7 +33,7 @@ def served(start, tmp_path):
 
 def draw(daemon, model):
     list(daemon.denoise.Generate(denoise_pb2.GenerateRequest(
-        model=model, params=denoise_pb2.GenerateParams(prompt="a star", seed=3, steps=2)), timeout=120))
+        model=model, params=denoise_pb2.GenerateParams(prompt="a star", seed=3, steps=2)), timeout=300))
 
 
 def error_of(daemon, model):
@@ -85,7 +85,7 @@ def test_what_is_no_file_in_a_settings_files_place_hangs_nobody(served):
     for _ in range(3):  # more than there are workers
         for i in range(1, len(names)):
             assert error_of(daemon, f"m{i}").reason == "CORRUPT_FILE"
-    listed = daemon.models.ListModels(model_pb2.ListModelsRequest(), timeout=30).models
+    listed = daemon.models.ListModels(model_pb2.ListModelsRequest(), timeout=300).models
     assert len(listed) == len(names)
     draw(daemon, "good")
     assert daemon.stop() == 0
@@ -105,7 +105,7 @@ def test_settings_that_are_deep_or_huge_are_refused_and_the_daemon_goes_on(serve
             assert name == "latentd.json" and text == objects  # keys that nobody knows do no harm
         except grpc.RpcError as error:
             assert reason_of(error).reason in ("CORRUPT_FILE", "UNSUPPORTED_MODEL"), (i, text[:20])
-    assert len(daemon.models.ListModels(model_pb2.ListModelsRequest(), timeout=60).models) == len(texts) + 1
+    assert len(daemon.models.ListModels(model_pb2.ListModelsRequest(), timeout=300).models) == len(texts) + 1
     draw(daemon, "good")
     daemon.expect_all_released()
 
@@ -145,14 +145,14 @@ def test_one_strange_file_takes_the_list_from_nobody(start, tmp_path):
     (textual / "garbage.safetensors").write_bytes(os.urandom(100))
     os.mkfifo(textual / "fifo.safetensors")
     daemon = start("--lora-roots", str(root), "--lora-roots", str(DEMO / "loras"), "--embedding-roots", str(textual))
-    listed = {lora.name: lora for lora in daemon.models.ListLoras(model_pb2.ListLorasRequest(), timeout=30).loras}
+    listed = {lora.name: lora for lora in daemon.models.ListLoras(model_pb2.ListLorasRequest(), timeout=300).loras}
     assert set(LORAS) <= set(listed)
     assert all(listed[name].format for name in LORAS)
     assert {"overflow", "zero", "garbage"} <= set(listed)
     assert "fifo" not in listed
     for name in ("overflow", "garbage"):
         assert listed[name].problem
-    embeddings = {e.name: e for e in daemon.models.ListEmbeddings(model_pb2.ListEmbeddingsRequest(), timeout=30).embeddings}
+    embeddings = {e.name: e for e in daemon.models.ListEmbeddings(model_pb2.ListEmbeddingsRequest(), timeout=300).embeddings}
     assert embeddings["overflow"].problem and embeddings["garbage"].problem
     assert not embeddings["sound"].problem and embeddings["sound"].tokens == 2
     with pytest.raises(grpc.RpcError) as caught:
