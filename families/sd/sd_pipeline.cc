@@ -59,7 +59,8 @@ absl::Status CheckTiles(const DenoiseTiles& tiles, int64_t scale) {
 
 }  // namespace
 
-bool SdPipeline::Guided(const GenerateParams& params) {
+bool SdPipeline::Guided(const GenerateParams& params) const {
+  if (parts_.unet->config().guidance_dim > 0) return false;  // the network is told, and guides itself
   const auto guides = [](double scale) { return scale > 1; };
   if (params.guidance_list.empty()) return guides(*params.guidance);
   return std::any_of(params.guidance_list.begin(), params.guidance_list.end(), guides);
@@ -129,6 +130,10 @@ absl::Status SdPipeline::ValidatePrompts(GenerateParams& params) const {
       if (negative) continue;
       const size_t joined = schedule.at(0).size();
       if (joined > 1 && !Guided(params)) {
+        if (parts_.unet->config().guidance_dim > 0) {
+          return FieldError(text.field,
+                            "joins prompts with AND, which models that embed the guidance cannot weigh");
+        }
         return FieldError("params.guidance",
                           "must be above 1 where prompts are joined with AND: without guidance there is "
                           "nothing that they could be weighed against");
@@ -570,7 +575,8 @@ int64_t SdPipeline::WorkingBytes(const std::string& component, const GeneratePar
     const int64_t masked = takes_mask() && params.mask_image.defined()
                                ? 4 * *params.width * *params.height * int64_t{sizeof(float)}
                                : 0;
-    return 6 * latent_bytes + masked + parts_.vae->EncodeBytes(*params.width, *params.height, options.tile, use);
+    return 6 * latent_bytes + masked +
+           parts_.vae->EncodeBytes(*params.width, *params.height, options.tile, use);
   }
   if (component == "unet") {
     // Latents before and after a step, what a mask adds to them, and what samplers remember.
@@ -594,7 +600,8 @@ int64_t SdPipeline::WorkingBytes(const std::string& component, const GeneratePar
 
 std::string SdPipeline::ShapeKey(const std::string& component, const GenerateParams& params) const {
   if (component != "vae" && component != "unet") {
-    return absl::StrCat("t", Tokens(params), params.prompt_syntax.value_or(""), EncodesNegative(params) ? "g" : "");
+    return absl::StrCat("t", Tokens(params), params.prompt_syntax.value_or(""),
+                        EncodesNegative(params) ? "g" : "");
   }
   std::string key = absl::StrCat(*params.width, "x", *params.height, "n", params.seeds.size());
   if (params.has_pictures()) key += "i";

@@ -99,7 +99,7 @@ class SdPipeline : public Pipeline {
   virtual absl::Status AddToRow(const GenerateParams& params, bool negative, SdPromptRow& row) const = 0;
 
   // One prompt, or an unwanted one beside it.
-  static bool Guided(const GenerateParams& params);
+  bool Guided(const GenerateParams& params) const;
 
   SdParts parts_;
 
