@@ -1,4 +1,4 @@
-// The denoiser of Stable Diffusion 1.5 and SDXL: a UNet that reads text by cross-attention. Names and
+// The denoiser of Stable Diffusion 1, 2 and XL: a UNet that reads text by cross-attention. Names and
 // numerics are those of diffusers' UNet2DConditionModel. Architecture: Rombach et al. 2022, "High-Resolution
 // Image Synthesis with Latent Diffusion Models"; Podell et al. 2023, "SDXL", section 2.2 (numbers about the
 // picture).
