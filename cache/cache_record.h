@@ -110,9 +110,17 @@ struct Residency {
   int64_t bytes = 0;
   std::vector<bool> resident;  // by block
   Holders holders;
+  uint64_t turn = 0;            // of the promise that the copy's last bytes came from
   bool moving_in = false;       // somebody works on it; whoever else wants it waits
+  std::string mover;            // who that is
   bool waits_for_room = false;  // and that somebody waits for memory
   Waiting waiting;
+
+  void LetGoOfMemory() {
+    copy = nullptr;
+    bytes = 0;
+    resident.clear();
+  }
 };
 
 struct CacheRecord {
@@ -124,14 +132,17 @@ struct CacheRecord {
   std::vector<std::string> sources;
   std::shared_ptr<const Resource> resource;  // shares an Accounted
 
-  // The rest is guarded by ModelCache::mu_.
+  // The rest is guarded by ModelCache::mu_, and changed through RecordIndex.
   std::weak_ptr<Accounted> accounted;
   std::set<std::string> names;  // Loader::name of all who asked for it
   Holders holders;
   std::map<Device*, Residency> residency;
   GreedyDual::Worth worth;
   absl::Time last_used;
+  uint64_t turn = 0;  // of the promise of its bytes
   bool indexed = false;
+  size_t slot = 0;    // RecordIndex's
+  uint64_t look = 0;  // RecordIndex's
 
   double cost() const { return GreedyDual::Cost(load_seconds, bytes); }
 };
