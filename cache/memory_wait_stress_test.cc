@@ -88,9 +88,8 @@ class Worker {
 
 class MemoryWaitTest : public ::testing::Test {
  protected:
-  struct Holding {
-    Reservation promise = {};
-    LockHandle handle = {};
+  // What somebody holds, and what the model knows of it.
+  struct Held {
     int budget = kRam;
     int64_t bytes = 0;
     int key = -1;  // of a record; -1: a promise
@@ -98,12 +97,35 @@ class MemoryWaitTest : public ::testing::Test {
     int64_t ahead_of = 0;  // a promise: the wait, first at the time, that it went ahead of
     bool sure = true;      // and whether that is known
   };
+  struct Holding : Held {
+    Reservation promise = {};
+    LockHandle handle = {};
+  };
   struct Wait {
     int owner = 0, budget = kRam;
     int64_t bytes = 0;  // that it needs, or that the load needs which it has joined
     std::set<int> keys = {};
     bool joined = false;  // somebody else's load
     int64_t turn = 0;     // larger is newer
+  };
+  struct Load {
+    int64_t ahead_of = 0;  // as of Held
+    bool sure = true;
+  };
+  // What the model knows at one moment.
+  struct State {
+    std::vector<std::vector<Held>> held = std::vector<std::vector<Held>>(kOwners);
+    std::vector<std::vector<int>> taken = std::vector<std::vector<int>>(kOwners);  // as of Owner
+    std::vector<Wait> waits = {};
+    std::map<int, Load> loads = {};  // by key
+    int64_t turns = 0;
+    int anew = 0;  // waits that began anew for themselves, in one operation
+  };
+  // The end of a request.
+  struct End {
+    int owner = 0;
+    absl::Status status = {};
+    std::vector<Held> got = {};
   };
   struct Owner {
     std::string name;
@@ -137,54 +159,86 @@ class MemoryWaitTest : public ::testing::Test {
 
   // --------------------------------------------------------------------------------------------- the model
 
+  State Now() const {
+    State now;
+    for (int o = 0; o < kOwners; ++o) {
+      now.held[o].assign(owners[o].holdings.begin(), owners[o].holdings.end());
+      now.taken[o] = owners[o].taken;
+    }
+    now.waits = waits;
+    now.loads = loads;
+    now.turns = turns;
+    return now;
+  }
   // What is kept of a budget when the owners that `gone` marks have let go of all that is not lasting.
-  int64_t Kept(int budget, const std::vector<bool>& gone) const {
+  int64_t Kept(const State& s, int budget, const std::vector<bool>& gone) const {
     int64_t bytes = 0;
     std::set<int> kept_keys;
     for (int o = 0; o < kOwners; ++o) {
-      for (const Holding& h : owners[o].holdings) {
+      for (const Held& h : s.held[o]) {
         if (gone[o] && !h.lasting) continue;
         if (h.key >= 0) kept_keys.insert(h.key);
         if (h.key < 0 && h.budget == budget) bytes += h.bytes;
       }
-      if (!gone[o]) kept_keys.insert(owners[o].taken.begin(), owners[o].taken.end());
+      if (!gone[o]) kept_keys.insert(s.taken[o].begin(), s.taken[o].end());
     }
     if (budget == kRam) {
       for (int key : kept_keys) bytes += BytesOf(key);
     }
     return bytes;
   }
-  int64_t Now(int budget) const { return caps[budget] - Kept(budget, std::vector<bool>(kOwners, false)); }
+  int64_t Free(const State& s, int budget) const {
+    return caps[budget] - Kept(s, budget, std::vector<bool>(kOwners, false));
+  }
+  static bool IsHeld(const State& s, int key) {
+    for (int o = 0; o < kOwners; ++o) {
+      if (std::any_of(s.held[o].begin(), s.held[o].end(), [&](const Held& h) { return h.key == key; }) ||
+          std::count(s.taken[o].begin(), s.taken[o].end(), key) != 0) {
+        return true;
+      }
+    }
+    return false;
+  }
 
+  // Who loads what a wait has joined; -1 when it has joined none, or it is not known.
+  static int LoaderOf(const State& s, const Wait& wait) {
+    if (!wait.joined) return -1;
+    for (const Wait& w : s.waits) {
+      if (!w.joined && w.keys.count(*wait.keys.begin()) != 0) return w.owner;
+    }
+    return -1;
+  }
   // Who gets to an end, when everybody lets go who can; `stays` never does.
-  std::vector<bool> GoOn(const std::vector<Wait>& all, int stays = -1) const {
+  std::vector<bool> GoOn(const State& s, int stays = -1) const {
     std::vector<bool> on(kOwners, true);
-    for (const Wait& w : all) on[w.owner] = false;
+    for (const Wait& w : s.waits) on[w.owner] = false;
     if (stays >= 0) on[stays] = false;
     for (bool more = true; more;) {
       more = false;
-      for (const Wait& w : all) {
-        if (on[w.owner] || w.owner == stays || w.bytes > caps[w.budget] - Kept(w.budget, on)) continue;
+      for (const Wait& w : s.waits) {
+        if (on[w.owner] || w.owner == stays) continue;
+        const int loader = LoaderOf(s, w);
+        if (loader >= 0 ? !on[loader] : w.bytes > caps[w.budget] - Kept(s, w.budget, on)) continue;
         on[w.owner] = more = true;
       }
     }
     return on;
   }
-  bool Hopeless(int owner, int budget, int64_t bytes) const {
+  bool Hopeless(const State& s, int owner, int budget, int64_t bytes) const {
     std::vector<bool> others(kOwners, true);
     others[owner] = false;
-    return bytes > caps[budget] - Kept(budget, others);
+    return bytes > caps[budget] - Kept(s, budget, others);
   }
   // The first that waits for a budget itself; null when there is none.
-  const Wait* First(int budget) const {
+  static const Wait* First(const State& s, int budget) {
     const Wait* first = nullptr;
-    for (const Wait& w : waits) {
+    for (const Wait& w : s.waits) {
       if (w.budget == budget && !w.joined && (first == nullptr || w.turn < first->turn)) first = &w;
     }
     return first;
   }
   // Bytes that others got since the first is the first, and have: at least, or at most.
-  int64_t Ahead(const Wait& first, bool at_most) const {
+  static int64_t Ahead(const State& s, const Wait& first, bool at_most) {
     auto counts = [&](int64_t ahead_of, bool sure) { return ahead_of == first.turn && (sure || at_most); };
     int64_t bytes = 0;
     std::map<int, bool> keys;  // held ones, and whether they count
@@ -193,27 +247,113 @@ class MemoryWaitTest : public ::testing::Test {
         const bool not_its_own = o != first.owner && !lasting;
         keys[key] = (keys.count(key) == 0 || keys[key]) && not_its_own;
       };
-      for (const Holding& h : owners[o].holdings) {
+      for (const Held& h : s.held[o]) {
         if (h.key >= 0) look(h.key, h.lasting);
         if (h.key < 0 && h.budget == first.budget && counts(h.ahead_of, h.sure)) bytes += h.bytes;
       }
-      for (int key : owners[o].taken) look(key, false);
+      for (int key : s.taken[o]) look(key, false);
     }
     for (const auto& [key, may] : keys) {
-      if (may && first.budget == kRam && counts(loaded_ahead_of[key], loaded_sure[key]))
+      const auto load = s.loads.find(key);
+      if (may && first.budget == kRam && load != s.loads.end() &&
+          counts(load->second.ahead_of, load->second.sure)) {
         bytes += BytesOf(key);
+      }
     }
     return bytes;
   }
   // Whether the first finds room when everybody else has let go, except for those who got ahead of it and for
   // somebody who now gets so many bytes.
-  bool LeavesRoom(const Wait& first, int64_t bytes, bool at_most) const {
+  bool LeavesRoom(const State& s, const Wait& first, int64_t bytes, bool at_most) const {
     std::vector<bool> all_but(kOwners, true);
     all_but[first.owner] = false;
-    return bytes + first.bytes + Ahead(first, at_most) <= caps[first.budget] - Kept(first.budget, all_but);
+    return bytes + first.bytes + Ahead(s, first, at_most) <=
+           caps[first.budget] - Kept(s, first.budget, all_but);
   }
-  bool Delays(const Wait& first, int owner, int64_t bytes, bool at_most) const {
-    return !LeavesRoom(first, bytes, at_most) && GoOn(waits, owner)[first.owner];
+  bool Delays(const State& s, const Wait& first, int owner, int64_t bytes, bool at_most) const {
+    return !LeavesRoom(s, first, bytes, at_most) && GoOn(s, owner)[first.owner];
+  }
+
+  // ----------------------------------------------------------------------- the model: how requests may end
+
+  // Null when it ends well, or has not begun.
+  const char* WhyNot(const State& s, const End& end, const Wait& wait) const {
+    const std::string reason = ErrorReason(end.status);
+    if (end.status.ok()) return WhyNotServed(s, wait);
+    if (reason == "CANCELLED") return owners[end.owner].cancelled ? nullptr : "nobody cancelled it";
+    if (reason == "MODEL_EXCEEDS_BUDGET") {
+      return wait.bytes > caps[wait.budget] ? nullptr : "it does not exceed the budget";
+    }
+    if (reason == "BUDGET_EXHAUSTED") {
+      const int64_t bytes = wait.joined ? BytesOf(*wait.keys.begin()) : wait.bytes;
+      return Hopeless(s, end.owner, wait.budget, bytes) ? nullptr : "it was not hopeless";
+    }
+    if (reason != "BUDGET_CYCLE") return "that is no way to end";
+    if (GoOn(s)[end.owner]) return "others would have let go";
+    const auto& held = s.held[end.owner];
+    const bool holds = !s.taken[end.owner].empty() ||
+                       std::any_of(held.begin(), held.end(), [](const Held& h) { return !h.lasting; });
+    return holds || !wait.keys.empty() ? nullptr : "it holds nothing that others wait for";
+  }
+  const char* WhyNotServed(const State& s, const Wait& wait) const {
+    int64_t bytes = wait.bytes;
+    if (wait.joined) {  // and the load is over; or came to nothing, and it loads
+      bytes = 0;
+      for (int key : wait.keys) bytes += IsHeld(s, key) ? 0 : BytesOf(key);
+    }
+    if (bytes == 0) return nullptr;  // it is there
+    if (bytes > Free(s, wait.budget)) return "there was no room";
+    const Wait* first = First(s, wait.budget);
+    const bool ahead = !wait.joined && !unclear && s.anew < 2 && first->owner != wait.owner;
+    return ahead && Delays(s, *first, wait.owner, bytes, /*at_most=*/false) ? "it delays the first" : nullptr;
+  }
+
+  static Wait& WaitOf(State& s, int owner) {
+    return *std::find_if(s.waits.begin(), s.waits.end(), [&](const Wait& w) { return w.owner == owner; });
+  }
+  void Apply(State& s, const End& end) const {
+    const Wait wait = WaitOf(s, end.owner);
+    const Wait* first = First(s, wait.budget);
+    const int64_t ahead_of = first == nullptr || first->owner == end.owner ? 0 : first->turn;
+    std::erase_if(s.waits, [&](const Wait& w) { return w.owner == end.owner; });
+    s.taken[end.owner].clear();
+    for (Held held : end.got) {
+      held.ahead_of = ahead_of;
+      held.sure = false;
+      s.held[end.owner].push_back(held);
+      if (held.key >= 0 && wait.keys.count(held.key) != 0) s.loads[held.key] = {ahead_of, false};
+    }
+    if (!end.status.ok() && !wait.joined) LoadForThemselves(s, wait.keys);
+  }
+  // Those who had joined a load that came to nothing. Of several who want the same, it is not known which one
+  // loads.
+  static void LoadForThemselves(State& s, const std::set<int>& keys) {
+    for (int key : keys) {
+      std::vector<Wait*> joined;
+      for (Wait& w : s.waits) {
+        if (w.joined && w.keys.count(key) != 0) joined.push_back(&w);
+      }
+      for (Wait* w : joined) w->bytes = BytesOf(key);
+      s.anew += static_cast<int>(joined.size());
+      if (joined.size() != 1) continue;
+      joined[0]->joined = false;
+      joined[0]->turn = ++s.turns;
+    }
+  }
+  // Whether there is an order in which all of it can have happened; `s` becomes what it was after that.
+  bool Explain(State& s, const std::vector<End>& ends) const {
+    if (ends.empty()) return true;
+    for (size_t i = 0; i < ends.size(); ++i) {
+      if (WhyNot(s, ends[i], WaitOf(s, ends[i].owner)) != nullptr) continue;
+      State next = s;
+      Apply(next, ends[i]);
+      std::vector<End> rest = ends;
+      rest.erase(rest.begin() + static_cast<std::ptrdiff_t>(i));
+      if (!Explain(next, rest)) continue;
+      s = std::move(next);
+      return true;
+    }
+    return false;
   }
 
   // ------------------------------------------------------------------------------------------- operations
@@ -264,27 +404,34 @@ class MemoryWaitTest : public ::testing::Test {
           asked.stop = owners[o].stop.get_token();
           ASSIGN_OR_RETURN(Reservation r, Budget(budget).Reserve(asked));
           std::vector<Holding> got(1);
-          got[0] = {.promise = std::move(r), .budget = budget, .bytes = asked.bytes};
+          got[0].promise = std::move(r);
+          got[0].budget = budget;
+          got[0].bytes = asked.bytes;
           return got;
         });
   }
 
   void Try(int o, int budget, const MemoryBudget::Request& request) {
     auto got = Budget(budget).TryReserve(request);
-    const Wait* first = First(budget);
-    const bool fits = request.bytes <= Now(budget);
-    const bool surely = first == nullptr || !Delays(*first, o, request.bytes, /*at_most=*/true);
-    const bool never = first != nullptr && Delays(*first, o, request.bytes, /*at_most=*/false);
+    const State now = Now();
+    const Wait* first = First(now, budget);
+    const bool fits = request.bytes <= Free(now, budget);
+    const bool surely = first == nullptr || !Delays(now, *first, o, request.bytes, /*at_most=*/true);
+    const bool never = first != nullptr && Delays(now, *first, o, request.bytes, /*at_most=*/false);
     if (got.ok() ? !fits || (never && !unclear) : fits && surely && !unclear) {
       Wrong(absl::StrCat("TryReserve of ", request.bytes, ": ", got.status().ToString(), "; fits ", fits));
     }
     ++counts[got.ok() ? (first == nullptr ? "tries" : "tries ahead of others") : "tries refused"];
     if (!got.ok()) {
       const bool hopeless = GetErrorDetails(got.status()).count("hopeless") != 0;
-      if (request.bytes <= caps[budget] && hopeless != Hopeless(o, budget, request.bytes)) Wrong("hopeless?");
+      if (request.bytes <= caps[budget] && hopeless != Hopeless(now, o, budget, request.bytes))
+        Wrong("hopeless?");
       return;
     }
-    Holding held = {.promise = *std::move(got), .budget = budget, .bytes = request.bytes};
+    Holding held;
+    held.promise = *std::move(got);
+    held.budget = budget;
+    held.bytes = request.bytes;
     held.ahead_of = first == nullptr ? 0 : first->turn;
     owners[o].holdings.push_back(std::move(held));
   }
@@ -384,71 +531,56 @@ class MemoryWaitTest : public ::testing::Test {
     Look();
   }
 
-  // Takes what came of requests into the model, and judges refusals by how things were when they were made.
+  // Takes what came of requests into the model, if it can have come so.
   void Harvest() {
-    std::vector<Wait> was = waits;
-    const int64_t first_was[2] = {FirstTurn(kRam), FirstTurn(kDevice)};
-    std::vector<std::pair<int, Wait>> served, refused;
+    std::vector<End> ends;
     for (int o = 0; o < kOwners; ++o) {
       Owner& owner = owners[o];
       if (!owner.asks || owner.worker->busy()) continue;
-      owner.asks = false;
-      const auto it = std::find_if(waits.begin(), waits.end(), [&](const Wait& w) { return w.owner == o; });
-      const Wait wait = *it;
-      waits.erase(it);
-      if (owner.status.ok()) {
-        ++counts["served"];
-        served.emplace_back(o, wait);
-        continue;
-      }
-      refused.emplace_back(o, wait);
-      if (!wait.joined) LoadForThemselves(wait.keys);
+      ends.push_back({o, owner.status, {owner.got.begin(), owner.got.end()}});
+      ++counts[owner.status.ok()
+                   ? "served"
+                   : ErrorReason(owner.status) +
+                         (GetErrorDetails(owner.status).count("hopeless") != 0 ? " hopeless" : "")];
     }
-    for (const auto& [o, wait] : served) {
-      const int64_t first = FirstTurn(wait.budget);
+    State state = Now();
+    const int64_t first_was[2] = {FirstTurn(state, kRam), FirstTurn(state, kDevice)};
+    if (!Explain(state, ends)) return Wrong(DescribeEnds(ends));
+    for (const End& end : ends) {
+      Owner& owner = owners[end.owner];
+      const Wait wait =
+          *std::find_if(waits.begin(), waits.end(), [&](const Wait& w) { return w.owner == end.owner; });
+      const int64_t first = FirstTurn(state, wait.budget);
       const bool sure = first == 0 || first == first_was[wait.budget];
-      for (int key : wait.keys) {
-        loaded_ahead_of[key] = first;
-        loaded_sure[key] = sure;
+      if (end.status.ok()) {
+        for (int key : wait.keys) loads[key] = {first, sure};
       }
-      for (Holding& h : owners[o].got) {
+      for (Holding& h : owner.got) {
         h.ahead_of = first;
         h.sure = sure;
-        owners[o].holdings.push_back(std::move(h));
+        owner.holdings.push_back(std::move(h));
       }
-      owners[o].got.clear();
-    }
-    // What was served before may be lasting; else it changes nothing of what is possible.
-    for (const auto& [o, wait] : served) {
-      if (wait.joined) continue;  // may have been served because of the refusal
-      std::erase_if(was, [owner = o](const Wait& w) { return w.owner == owner; });
-    }
-    for (const auto& [o, wait] : refused) Judge(o, wait, was);
-    for (Owner& owner : owners) {
-      if (owner.asks) continue;
+      owner.got.clear();
+      owner.asks = owner.cancelled = false;
       owner.taken.clear();
-      owner.cancelled = false;
     }
+    waits = state.waits;
+    turns = state.turns;
+    unclear |= state.anew > 1;
   }
-  // Those who had joined a load that came to nothing. Of several who want the same, it is not known which one
-  // loads, so neither is the order of those who wait.
-  void LoadForThemselves(const std::set<int>& keys) {
-    for (int key : keys) {
-      std::vector<Wait*> joined;
-      for (Wait& w : waits) {
-        if (w.joined && w.keys.count(key) != 0) joined.push_back(&w);
-      }
-      for (Wait* w : joined) w->bytes = BytesOf(key);
-      if (joined.size() == 1) {
-        joined[0]->joined = false;
-        joined[0]->turn = ++turns;
-      }
-      unclear |= joined.size() > 1;
-    }
-  }
-  int64_t FirstTurn(int budget) const {
-    const Wait* first = First(budget);
+  static int64_t FirstTurn(const State& s, int budget) {
+    const Wait* first = First(s, budget);
     return first == nullptr ? 0 : first->turn;
+  }
+  std::string DescribeEnds(const std::vector<End>& ends) const {
+    std::string text = "there is no order in which this can have happened:";
+    State now = Now();
+    for (const End& end : ends) {
+      const char* why = WhyNot(now, end, WaitOf(now, end.owner));
+      absl::StrAppend(&text, "\n", owners[end.owner].name, ": ", end.status.ToString(), " (",
+                      why == nullptr ? "as it should be" : why, ")");
+    }
+    return text;
   }
 
   std::string Describe(const Wait& w) const {
@@ -470,61 +602,33 @@ class MemoryWaitTest : public ::testing::Test {
     return text;
   }
 
-  void Judge(int o, const Wait& wait, const std::vector<Wait>& was) {
-    const absl::Status& status = owners[o].status;
-    auto wrong_of = [&](const std::string& what) {
-      std::string text = absl::StrCat(owners[o].name, what, ": ", status.ToString(), "\nwaits were:");
-      for (const Wait& w : was) absl::StrAppend(&text, "\n", Describe(w));
-      Wrong(text);
-    };
-    const std::string reason = ErrorReason(status);
-    ++counts[reason + (GetErrorDetails(status).count("hopeless") != 0 ? " hopeless" : "")];
-    if (reason == "CANCELLED") {
-      if (!owners[o].cancelled) wrong_of(" was cancelled without a cancel");
-    } else if (reason == "MODEL_EXCEEDS_BUDGET") {
-      if (wait.bytes <= caps[wait.budget]) wrong_of(" does not exceed the budget");
-    } else if (reason == "BUDGET_EXHAUSTED") {
-      const int64_t bytes = wait.joined ? BytesOf(*wait.keys.begin()) : wait.bytes;
-      if (!Hopeless(o, wait.budget, bytes)) {
-        wrong_of(" was refused as hopeless, and is not");
-      }
-    } else if (reason == "BUDGET_CYCLE") {
-      if (GoOn(was)[o]) wrong_of(" was refused, and others would have let go");
-      const auto& holdings = owners[o].holdings;
-      const bool holds = !owners[o].taken.empty() || std::any_of(holdings.begin(), holdings.end(),
-                                                                 [](const Holding& h) { return !h.lasting; });
-      if (!holds && wait.keys.empty()) wrong_of(" was refused, and holds nothing that others wait for");
-    } else {
-      wrong_of(" got another error");
-    }
-  }
-
   void Look() {
-    const std::vector<bool> on = GoOn(waits);
+    const State now = Now();
+    const std::vector<bool> on = GoOn(now);
     for (const Wait& w : waits) {
       const std::string who = absl::StrCat(owners[w.owner].name, " waits for ", w.bytes, " of ", w.budget);
-      if (Hopeless(w.owner, w.budget, w.bytes)) Wrong(who + ", which is hopeless");
+      if (Hopeless(now, w.owner, w.budget, w.bytes)) Wrong(who + ", which is hopeless");
       if (!on[w.owner]) Wrong(who + ", which nobody lets go of");
     }
     for (int budget : {kRam, kDevice}) {
       if (Budget(budget).stats().in_use_bytes + Budget(budget).stats().reserved_bytes <
-          Kept(budget, std::vector<bool>(kOwners, false))) {
+          Kept(now, budget, std::vector<bool>(kOwners, false))) {
         Wrong("the model holds more than the budget says");
       }
-      LookAtOrder(budget);
+      LookAtOrder(now, budget);
     }
+    if (waits.empty()) unclear = false;
   }
 
-  void LookAtOrder(int budget) {
-    const Wait* first = First(budget);
-    for (const Wait& w : waits) {
-      if (w.budget != budget || w.joined || w.bytes > Now(budget)) continue;
-      if (!unclear && (&w == first || !Delays(*first, w.owner, w.bytes, /*at_most=*/true))) {
-        Wrong(absl::StrCat(owners[w.owner].name, " waits for ", w.bytes, ", which is there\n", Describe()));
+  void LookAtOrder(const State& now, int budget) {
+    const Wait* first = First(now, budget);
+    for (const Wait& w : now.waits) {
+      if (w.budget != budget || w.joined || w.bytes > Free(now, budget)) continue;
+      if (!unclear && (&w == first || !Delays(now, *first, w.owner, w.bytes, /*at_most=*/true))) {
+        Wrong(absl::StrCat(owners[w.owner].name, " waits for ", w.bytes, ", which is there"));
       }
       ++counts["in order behind others"];
     }
-    if (waits.empty()) unclear = false;
   }
 
   std::mt19937_64 random;
@@ -535,9 +639,8 @@ class MemoryWaitTest : public ::testing::Test {
   std::vector<Owner> owners;
   std::vector<Wait> waits;
   int64_t turns = 0;
-  bool unclear = false;                            // the order of those who wait
-  mutable std::map<int, int64_t> loaded_ahead_of;  // by key, as in Holding
-  mutable std::map<int, bool> loaded_sure;
+  bool unclear = false;       // the order of those who wait
+  std::map<int, Load> loads;  // by key
   std::map<std::string, int64_t> counts;
   std::string wrong;
   std::string doing;  // the operation, for messages
