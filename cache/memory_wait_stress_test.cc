@@ -368,10 +368,11 @@ class MemoryWaitTest : public ::testing::Test {
   // Until everybody who is busy waits, and nobody who waits can go on.
   void Settle() {
     while (true) {
-      bool settled = ram.waits()->Settled();
-      for (const Owner& o : owners)
-        settled = settled && (!o.worker->busy() || (!o.cancelled && ram.waits()->Waits(o.name)));
-      if (settled && ram.waits()->Settled()) return;
+      const uint64_t settled = ram.waits()->Settled();
+      const bool all_wait = std::all_of(owners.begin(), owners.end(), [&](const Owner& o) {
+        return !o.worker->busy() || (!o.cancelled && ram.waits()->Waits(o.name));
+      });
+      if (settled != 0 && all_wait && ram.waits()->Settled() == settled) return;
       std::this_thread::yield();
     }
   }
@@ -594,11 +595,13 @@ class MemoryWaitTest : public ::testing::Test {
       absl::StrAppend(&text, "\n", owner.name, ":");
       for (const Holding& h : owner.holdings) {
         absl::StrAppend(&text, " ", h.key < 0 ? absl::StrCat("promise@", h.budget) : absl::StrCat("r", h.key),
-                        "=", h.bytes, h.lasting ? "!" : "");
+                        "=", h.bytes, h.lasting ? "!" : "", "^", h.ahead_of, h.sure ? "" : "?");
       }
       for (int key : owner.taken) absl::StrAppend(&text, " (r", key, ")");
     }
     for (const Wait& w : waits) absl::StrAppend(&text, "\n", Describe(w));
+    for (const auto& [key, load] : loads)
+      absl::StrAppend(&text, "\nr", key, "^", load.ahead_of, load.sure ? "" : "?");
     return text;
   }
 

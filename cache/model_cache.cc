@@ -199,7 +199,7 @@ LockHandle& LockHandle::operator=(LockHandle&& other) noexcept {
     cache_ = std::exchange(other.cache_, nullptr);
     record_ = std::move(other.record_);
     owner_ = std::move(other.owner_);
-    lasting_ = other.lasting_;
+    number_ = other.number_;
     counts_ = other.counts_;
     other.record_ = nullptr;
   }
@@ -217,7 +217,7 @@ LockHandle LockHandle::Share(std::string owner) const {
 
 void LockHandle::Release() {
   if (record_ == nullptr) return;
-  cache_->Unlock(std::move(record_), owner_, lasting_, counts_);
+  cache_->Unlock(std::move(record_), number_, counts_);
   record_ = nullptr;
   cache_ = nullptr;
 }
@@ -244,13 +244,14 @@ ModelCache::RecordPtr ModelCache::NewRecord(const ModelKey& key, const std::stri
 }
 
 LockHandle ModelCache::AddLock(const RecordPtr& record, const std::string& owner, bool lasting) {
+  uint64_t number = 0;
   records_->Change(record, [&] {
-    record->holders.Add(owner, lasting);
+    number = record->holders.Add(owner, lasting);
     order_.Use(record->worth, record->cost());
   });
   // Who waits may have counted on it.
   if (lasting) ram_->waits()->LookAgain();
-  return LockHandle(this, record, owner, lasting, /*counts=*/true);
+  return LockHandle(this, record, owner, number, /*counts=*/true);
 }
 
 void ModelCache::Leaves(const RecordPtr& record) {
@@ -260,12 +261,12 @@ void ModelCache::Leaves(const RecordPtr& record) {
   leaving_->bytes += record->bytes;
 }
 
-void ModelCache::Unlock(RecordPtr record, const std::string& owner, bool lasting, bool counts) {
+void ModelCache::Unlock(RecordPtr record, uint64_t number, bool counts) {
   bool free = false;
   {
     MutexLock lock(&mu_);
     records_->Change(record, [&] {
-      record->holders.Remove(owner, lasting);
+      record->holders.Remove(number);
       if (!counts) return;  // it was in use until now
       record->last_used = clock_();
       order_.Use(record->worth, record->cost());
@@ -457,8 +458,9 @@ LockHandle ModelCache::Peek(const ModelKey& key, const std::string& owner) {
   MutexLock lock(&mu_);
   const RecordPtr record = records_->Find(key);
   if (record == nullptr || shutting_down_) return {};
-  records_->Change(record, [&] { record->holders.Add(owner, /*lasting=*/false); });
-  return LockHandle(this, record, owner, /*lasting=*/false, /*counts=*/false);
+  uint64_t number = 0;
+  records_->Change(record, [&] { number = record->holders.Add(owner, /*lasting=*/false); });
+  return LockHandle(this, record, owner, number, /*counts=*/false);
 }
 
 absl::StatusOr<LockHandle> ModelCache::Insert(const ModelKey& key, const std::string& kind,
@@ -707,11 +709,10 @@ absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const Loc
 void ModelCache::HandOver(LockHandle& handle, const std::string& owner, bool lasting) {
   MutexLock lock(&mu_);
   records_->Change(handle.record_, [&] {
-    handle.record_->holders.Remove(handle.owner_, handle.lasting_);
-    handle.record_->holders.Add(owner, lasting);
+    handle.record_->holders.Remove(handle.number_);
+    handle.number_ = handle.record_->holders.Add(owner, lasting);
   });
   handle.owner_ = owner;
-  handle.lasting_ = lasting;
   ram_->waits()->LookAgain();
 }
 

@@ -251,7 +251,8 @@ class ModelCache : public Reclaimer {
                       std::shared_ptr<const Resource> resource, Reservation memory, double seconds);
   LockHandle AddLock(const RecordPtr& record, const std::string& owner, bool lasting = false)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Unlock(RecordPtr record, const std::string& owner, bool lasting, bool counts);
+  // `number`: the lock's among the record's holders.
+  void Unlock(RecordPtr record, uint64_t number, bool counts);
 
   // Takes a record out of the index; the caller lets the pointer go after the mutex.
   void Evict(const RecordPtr& record, EvictReason reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -264,13 +265,15 @@ class ModelCache : public Reclaimer {
   void Leaves(const RecordPtr& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // Devices, in model_cache_devices.cc.
-  absl::Status TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options);
+  // Sets result.number_ to the one among the holders of what is on the device.
+  absl::Status TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
+                        DeviceLock& result);
   absl::Status MoveIn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
                       DeviceLock& lock);
   // Reserve, or TryReserve for a caller who may not wait; others who come for the record meanwhile are told.
   absl::StatusOr<Reservation> PromiseOnDevice(const RecordPtr& record, Device& device, bool may_wait,
                                               const MemoryBudget::Request& request);
-  void UnlockDevice(const RecordPtr& record, Device* device, const std::string& owner, bool lasting);
+  void UnlockDevice(const RecordPtr& record, Device* device, uint64_t number);
   int64_t ReclaimDevice(Device* device, int64_t bytes);
   int64_t IdleBytesOn(Device* device) const;
   int64_t HeldBytesOn(Device* device) const;

@@ -63,7 +63,7 @@ DeviceLock& DeviceLock::operator=(DeviceLock&& other) noexcept {
   if (this != &other) {
     Release();
     handle_ = std::move(other.handle_);
-    lasting_ = other.lasting_;
+    number_ = other.number_;
     device_ = std::exchange(other.device_, nullptr);
     resource_ = std::move(other.resource_);
     plan_ = std::move(other.plan_);
@@ -78,13 +78,13 @@ void DeviceLock::Release() {
   working_.Release();
   ring_.Release();
   resource_ = nullptr;
-  if (!device_->uses_host_memory())
-    handle_.cache_->UnlockDevice(handle_.record_, device_, handle_.owner_, lasting_);
+  if (!device_->uses_host_memory()) handle_.cache_->UnlockDevice(handle_.record_, device_, number_);
   device_ = nullptr;
   handle_.Release();
 }
 
-absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options) {
+absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
+                                  DeviceLock& result) {
   std::stop_callback wake(options.stop, [this] {
     MutexLock lock(&mu_);
     changed_.SignalAll();
@@ -99,7 +99,8 @@ absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const
       records_->ChangeOn(&device, record, [&](Residency& mine) {
         mine.moving_in = true;
         mine.mover = options.owner;
-        mine.holders.Add(options.owner, options.lasting);  // what is there stays there, for now
+        // What is there stays there, for now.
+        result.number_ = mine.holders.Add(options.owner, options.lasting);
       });
       return absl::OkStatus();
     }
@@ -170,13 +171,13 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
       // This record's own copy may be in the way; it can come again, whole or in part.
       {
         MutexLock unpinned(&mu_);
-        records_->ChangeOn(&device, record,
-                           [&](Residency& there) { there.holders.Remove(options.owner, options.lasting); });
+        records_->ChangeOn(&device, record, [&](Residency& there) { there.holders.Remove(lock.number_); });
       }
       promised = reserve(working);
       MutexLock pinned(&mu_);
-      records_->ChangeOn(&device, record,
-                         [&](Residency& there) { there.holders.Add(options.owner, options.lasting); });
+      records_->ChangeOn(&device, record, [&](Residency& there) {
+        lock.number_ = there.holders.Add(options.owner, options.lasting);
+      });
     }
     if (!promised.ok()) return promised.status();
     lock.working_ = std::move(*promised);
@@ -333,14 +334,14 @@ absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, De
     return result;
   }
 
-  RETURN_IF_ERROR(TakeTurn(record, device, options));
+  RETURN_IF_ERROR(TakeTurn(record, device, options, result));
   const absl::Status status = MoveIn(record, device, options, result);
   {
     MutexLock lock(&mu_);
     records_->ChangeOn(&device, record, [&](Residency& there) {
       there.moving_in = false;
       there.waiting.Over();
-      if (!status.ok()) there.holders.Remove(options.owner, options.lasting);
+      if (!status.ok()) there.holders.Remove(result.number_);
     });
     changed_.SignalAll();
   }
@@ -351,7 +352,6 @@ absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, De
     return status;
   }
   result.device_ = &device;
-  result.lasting_ = options.lasting;
   if (options.lasting) ram_->waits()->LookAgain();
   return result;
 }
@@ -360,21 +360,19 @@ void ModelCache::HandOver(DeviceLock& lock, const std::string& owner, bool lasti
   if (!lock.device_->uses_host_memory()) {
     MutexLock held(&mu_);
     records_->ChangeOn(lock.device_, lock.handle_.record_, [&](Residency& there) {
-      there.holders.Remove(lock.handle_.owner_, lock.lasting_);
-      there.holders.Add(owner, lasting);
+      there.holders.Remove(lock.number_);
+      lock.number_ = there.holders.Add(owner, lasting);
     });
   }
-  lock.lasting_ = lasting;
   HandOver(lock.handle_, owner, lasting);
   lock.working_.PassTo(owner);
   lock.ring_.PassTo(owner);
 }
 
-void ModelCache::UnlockDevice(const RecordPtr& record, Device* device, const std::string& owner,
-                              bool lasting) {
+void ModelCache::UnlockDevice(const RecordPtr& record, Device* device, uint64_t number) {
   {
     MutexLock lock(&mu_);
-    records_->ChangeOn(device, record, [&](Residency& there) { there.holders.Remove(owner, lasting); });
+    records_->ChangeOn(device, record, [&](Residency& there) { there.holders.Remove(number); });
   }
   device->budget().NotifyReclaimable();
 }

@@ -26,11 +26,11 @@ bool WaitRegistry::Waits(const std::string& owner) const {
                      [&](const auto& w) { return w.second.view.owner == owner; });
 }
 
-bool WaitRegistry::Settled() const {
+uint64_t WaitRegistry::Settled() const {
   MutexLock lock(&mu_);
   const bool any =
       std::any_of(waits_.begin(), waits_.end(), [](const auto& w) { return w.second.budget != nullptr; });
-  return !any || (awake_ == 0 && analysis_ != nullptr && analysed_ == moved_);
+  return !any || (awake_ == 0 && analysis_ != nullptr && analysed_ == moved_) ? moved_ + 1 : 0;
 }
 
 void WaitRegistry::LookAgain() {

@@ -50,9 +50,9 @@ class WaitRegistry {
   // Of all kinds, now. For tests.
   size_t size() const { return static_cast<size_t>(waiting_.load()); }
 
-  // Whether it was looked at how things are now, and found that everybody who waits for a budget has to:
-  // until somebody does something, nothing happens. For tests.
-  bool Settled() const;
+  // Not 0 when it was looked at how things are now, and found that everybody who waits for a budget has to:
+  // until somebody does something, nothing happens. Another number when something happened since. For tests.
+  uint64_t Settled() const;
 
   // Something happened elsewhere that may let a waiter go on: a holder let go. Cheap when nobody waits.
   void LookAgain();
