@@ -655,7 +655,7 @@ TEST_F(MemoryWaitTest, NobodyIsRefusedOrWaitsWhoNeedNot) {
     return text == nullptr ? otherwise : std::atoll(text);
   };
   const int64_t seed = from_environment("LATENTD_WAIT_SEED", 20261201);
-  const int64_t operations = from_environment("LATENTD_WAIT_OPERATIONS", 100'000);
+  const int64_t operations = from_environment("LATENTD_WAIT_OPERATIONS", kSanitized ? 25'000 : 100'000);
   random.seed(static_cast<uint64_t>(seed));
   int64_t done = 0;
   for (; done < operations && wrong.empty(); ++done) {

@@ -134,6 +134,7 @@ TEST_F(DevicesTest, ADeviceMakesRoomFromItsUnlockedCopiesAndNoMoreThanIsNeeded) 
 // Whatever the order in which they were used: the large one that does it alone goes, and not all small ones
 // beside it.
 TEST_F(DevicesTest, AnIdleDenoiserGoesAloneWhereThatWillDo) {
+  ram.set_cap(200 * kUnit);
   const std::vector<std::pair<std::string, int64_t>> small = {
       {"lora", 1}, {"vae", 2}, {"clip", 3}, {"t5", 20}};
   for (size_t before = 0; before <= small.size(); ++before) {
