@@ -50,19 +50,19 @@ class LockHandle {
  private:
   friend class ModelCache;
   friend class DeviceLock;
-  LockHandle(ModelCache* cache, std::shared_ptr<CacheRecord> record, std::string owner, bool lasting,
+  LockHandle(ModelCache* cache, std::shared_ptr<CacheRecord> record, std::string owner, uint64_t number,
              bool counts)
       : cache_(cache),
         record_(std::move(record)),
         owner_(std::move(owner)),
-        lasting_(lasting),
+        number_(number),
         counts_(counts) {}
 
   ModelCache* cache_ = nullptr;
   std::shared_ptr<CacheRecord> record_;
   std::string owner_;
-  bool lasting_ = false;
-  bool counts_ = true;  // as a use of the record
+  uint64_t number_ = 0;  // among the record's holders
+  bool counts_ = true;   // as a use of the record
 };
 
 // Keeps a record usable on one device, and the working memory of what is done with it promised. Holds a lock
@@ -99,7 +99,7 @@ class DeviceLock {
  private:
   friend class ModelCache;
   LockHandle handle_;
-  bool lasting_ = false;
+  uint64_t number_ = 0;  // among the holders of what is on the device
   Device* device_ = nullptr;
   std::shared_ptr<const Resource> resource_;
   ResidencyPlan plan_;

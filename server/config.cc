@@ -63,7 +63,8 @@ const std::vector<ConfigKey>& Table() {
        "A connection that says nothing and a call without a request are ended after this time, and so is one "
        "whose request stands still for three times as long."},
       {"admin_over_tcp", &Config::admin_over_tcp,
-       "Let clients on TCP change caps, trim, drop and unload, and delete or replace uploads. Without it only "
+       "Let clients on TCP change caps, trim, drop and unload, and delete or replace uploads. Without it "
+       "only "
        "those on a Unix socket may."},
       {"reflection", &Config::reflection, "Answer gRPC reflection, which grpcurl needs."},
       {"health", &Config::health, "Answer grpc.health.v1."},
@@ -93,6 +94,9 @@ const std::vector<ConfigKey>& Table() {
        "GiB "
        "without one), at least 4 GiB.",
        Unit::kBytes, kMiB, kAnySize, true},
+      {"conditioning_cap", &Config::conditioning_cap,
+       "Host memory for the encoded prompts that no job uses; auto: a sixteenth of ram_cap.", Unit::kBytes,
+       kMiB, kAnySize, true},
       {"memory_wait_timeout", &Config::memory_wait_timeout,
        "How long a job waits for others to free memory."},
       {"keep_alive", &Config::keep_alive,
@@ -126,7 +130,8 @@ const std::vector<ConfigKey>& Table() {
        "Highest priority of a session or job, and its negative the lowest; what is beyond is cut to it.",
        Unit::kNone, 0, kMany},
       {"priority_ageing", &Config::priority_ageing,
-       "A job that waits for its turn rises by one priority each time this has passed; never: only higher ones "
+       "A job that waits for its turn rises by one priority each time this has passed; never: only higher "
+       "ones "
        "run as long as there are any.",
        Unit::kNone, 0, 0, true},
       {"max_unread_bytes", &Config::max_unread_bytes,

@@ -49,6 +49,7 @@ struct Config {
   std::string patch_mode = "auto";
 
   int64_t ram_cap = 0;
+  int64_t conditioning_cap = 0;  // 0: a share of ram_cap
   absl::Duration memory_wait_timeout = absl::Minutes(2);
   absl::Duration keep_alive = absl::InfiniteDuration();
   std::string residency = "auto";

@@ -184,9 +184,10 @@ absl::StatusOr<RequestMemory::Charge> SessionScope::ChargeRefs(const std::vector
   if (bytes == 0) return RequestMemory::Charge();
   auto charge = core_->requests->Take(bytes, id_, "LoRA references");
   if (charge) return *std::move(charge);
-  return MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
-                   absl::StrCat("no room for ", bytes, " bytes of LoRA references beside those of other requests"),
-                   {{"bytes", absl::StrCat(bytes)}, {"retry_ms", "2000"}});
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+      absl::StrCat("no room for ", bytes, " bytes of LoRA references beside those of other requests"),
+      {{"bytes", absl::StrCat(bytes)}, {"retry_ms", "2000"}});
 }
 
 absl::Status SessionScope::CancelJob(const std::string& job_id) {
@@ -222,6 +223,7 @@ void SessionScope::RequestEnd(EndReason reason, absl::Status status) {
     if (job_ != nullptr) job_->Cancel(Cancelled());
   }
   stop_.request_stop();
+  core_->cache->WillEnd(id_);
   for (const Request& request : dropped) {
     if (request.kind != Request::Kind::kDenoise) continue;
     --core_->queued_jobs;
@@ -287,6 +289,8 @@ absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<
     held.emplace_back();
     static_cast<LoraUse&>(held.back()) = choice;
   }
+  // They are kept for as long as the client wants, so nobody waits for them, until it is known that the
+  // session comes to its end by itself.
   ASSIGN_OR_RETURN(
       std::vector<LockHandle> handles,
       core_->cache->LockAll(requests, {.owner = id_,
