@@ -8,6 +8,7 @@
 #include "ATen/ATen.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "cache/error.h"
 #include "families/config/json_config.h"
 #include "families/open_model.h"
@@ -88,7 +89,8 @@ absl::StatusOr<Component> DescribeUNet(const std::shared_ptr<const WeightFiles>&
 absl::StatusOr<std::pair<std::shared_ptr<const WeightFiles>, ClipFileLayout>> FindClip(
     const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& folder, bool g) {
   if (checkpoint != nullptr) {
-    for (const char* prefix : g ? kClipGPrefixes : kClipLPrefixes) {
+    const absl::Span<const char* const> prefixes = g ? absl::MakeConstSpan(kClipGPrefixes) : kClipLPrefixes;
+    for (const char* prefix : prefixes) {
       const ClipFileLayout layout = DetectClipFileLayout(*checkpoint, prefix);
       if (layout.known) return std::pair{checkpoint, layout};
     }
