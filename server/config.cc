@@ -170,6 +170,9 @@ const std::vector<ConfigKey>& Table() {
       {"max_pixels", &Config::max_pixels, "Width × height of a picture, generated or sent.", Unit::kNone,
        64 * 64, int64_t{1} << 28},
       {"preview_max_px", &Config::preview_max_px, "Longer side of a preview.", Unit::kNone, 8, 2048},
+      {"picture_metadata", &Config::picture_metadata,
+       "Let pictures say how they were made where a request does not say: prompts, seed, models and all settings, for "
+       "`latentctl replay` and for programs that read A1111's text."},
       {"log_level",
        &Config::log_level,
        "Least level that is logged.",

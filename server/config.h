@@ -79,6 +79,7 @@ struct Config {
   int64_t max_image_bytes = int64_t{32} << 20;
   int64_t max_pixels = int64_t{2048} * 2048;
   int64_t preview_max_px = 256;
+  bool picture_metadata = false;
 
   std::string log_level = "info";
   std::string log_format = "text";

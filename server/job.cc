@@ -6,15 +6,18 @@
 #include "absl/types/span.h"
 #include "cache/error.h"
 #include "families/finite_watch.h"
+#include "families/request_checks.h"
 #include "server/conditioning_key.h"
 #include "server/embedding_set.h"
 #include "server/image_codec.h"
+#include "server/job_record.h"
 #include "server/latents_file.h"
 #include "server/logging.h"
 #include "server/measurements.h"
 #include "server/memory_meter.h"
 #include "server/params.h"
 #include "server/picture_memory.h"
+#include "server/picture_record.h"
 #include "server/server_core.h"
 #include "server/sha256.h"
 #include "server/tensor_guard.h"
@@ -26,7 +29,7 @@ namespace {
 constexpr absl::Duration kLoadingEventInterval = absl::Milliseconds(100);
 constexpr int64_t kChunkBytes = 1 << 20;
 constexpr int kPreviewQuality = 80;
-constexpr int kJpegQuality = 95;
+constexpr int kQuality = 95;  // of JPEG and WebP
 
 // A phase's code does not know what the component that it computes with is called.
 absl::Status WithComponent(const absl::Status& status, const std::string& component) {
@@ -37,7 +40,38 @@ absl::Status WithComponent(const absl::Status& status, const std::string& compon
                    details);
 }
 
+const char* MimeOf(v1::ImageFormat format) {
+  switch (format) {
+    case v1::IMAGE_FORMAT_LATENTS:
+      return "application/x-safetensors";
+    case v1::IMAGE_FORMAT_JPEG:
+      return "image/jpeg";
+    case v1::IMAGE_FORMAT_WEBP:
+      return "image/webp";
+    default:
+      return "image/png";
+  }
+}
+
 double Ms(absl::Duration d) { return absl::ToDoubleMilliseconds(d); }
+
+v1::TokenCount ToProto(const TokenCount& tokens) {
+  v1::TokenCount proto;
+  proto.set_field(tokens.field);
+  proto.set_component(tokens.component);
+  proto.set_read(static_cast<int>(tokens.read));
+  proto.set_total(static_cast<int>(tokens.total));
+  return proto;
+}
+
+v1::Warning CutWarning(const TokenCount& tokens) {
+  v1::Warning warning;
+  warning.set_reason("PROMPT_CUT");
+  warning.set_field(tokens.field);
+  warning.set_message(absl::StrCat(tokens.component, " read ", tokens.read, " of ", tokens.total,
+                                   " tokens; what is behind them does nothing"));
+  return warning;
+}
 
 // Adds the time until its end to a field of the timings.
 class Stopwatch {
@@ -101,6 +135,13 @@ absl::Status Job::Prepare() {
   RETURN_IF_ERROR(LockEmbeddings());
   RETURN_IF_ERROR(pipeline.Validate(params_));
   RETURN_IF_ERROR(CheckPixels(params_, core_->config));
+  ASSIGN_OR_RETURN(encode_tiles_, EncodeTiles(setup_.request, pipeline, params_));
+  ASSIGN_OR_RETURN(decode_tiles_, DecodeTiles(setup_.request, pipeline, params_));
+  ASSIGN_OR_RETURN(tokens_, pipeline.CountTokens(params_));
+  notices_ = LoraTagNotices(params_);
+  if (WantsMetadata(setup_.request, core_->config)) {
+    record_ = RecordOfJob(*setup_.model, *setup_.loras, setup_.patch_mode, setup_.request, params_);
+  }
   // What is kept for the echo needs no picture.
   ClearPictureFiles(setup_.request);
   const int64_t decoded = PictureBytes(params_);
@@ -215,8 +256,6 @@ absl::Status Job::PromisePictures(int64_t file_bytes) {
 void Job::BeginPhaseResources() {
   const Phase& phase = phases_[current_];
   const bool encodes_text = phase.kind == Kind::kEncode;
-  const bool can_tile = phase.kind == Kind::kDecode || phase.kind == Kind::kEncodeImage;
-  const v1::VaeTiling tiling = setup_.request.vae_tiling();
   Executor& executor =
       encodes_text ? core_->PlaceEncoder(*setup_.model, phase.component, *home_.load()) : *home_.load();
   phase_executor_ = &executor;
@@ -231,8 +270,9 @@ void Job::BeginPhaseResources() {
       .owner = setup_.owner,
       .priority = setup_.priority,
       .stop = stop_.get_token(),
-      .may_tile = can_tile && (tiling == v1::VAE_TILING_WHEN_NEEDED || tiling == v1::VAE_TILING_ALWAYS),
-      .must_tile = can_tile && tiling == v1::VAE_TILING_ALWAYS,
+      .tiles = phase.kind == Kind::kDecode        ? decode_tiles_
+               : phase.kind == Kind::kEncodeImage ? encode_tiles_
+                                                  : TileChoice{},
       .encodes_picture = phase.kind == Kind::kEncodeImage,
       .on_loading = [this, component = phase.component](
                         int64_t done, int64_t total) { SendLoading(component, done, total); },
@@ -266,8 +306,11 @@ absl::Status Job::AcquirePhase() {
                              .deadline = absl::Now() + core_->config.memory_wait_timeout,
                              .stop = stop_.get_token()}));
   }
-  if (phase.kind == Kind::kDecode)
-    RETURN_IF_ERROR(PromisePictures(MaxFileBytes(*params_.width, *params_.height)));
+  if (phase.kind == Kind::kDecode) {
+    constexpr int64_t kOtherSeed = 64;  // and tile: digits more than those of the first picture
+    RETURN_IF_ERROR(PromisePictures(MaxFileBytes(*params_.width, *params_.height) +
+                                    (record_ ? MaxNotesBytes(NotesOfPicture(0)) + kOtherSeed : 0)));
+  }
   if (resources_ == nullptr) BeginPhaseResources();
   RETURN_IF_ERROR(resources_->Acquire(&reports_));
   SampleMemory();
@@ -341,6 +384,7 @@ void Job::Parked() {
 
 void Job::SendEncoded() {
   v1::JobEvent event;
+  for (const TokenCount& tokens : tokens_) *event.mutable_encoded()->add_tokens() = ToProto(tokens);
   event.mutable_encoded();
   Send(std::move(event));
 }
@@ -366,6 +410,7 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
       ASSIGN_OR_RETURN(image_latents_,
                        pipeline.EncodeImage(resources_->view(), params_, resources_->options()));
       if (!IsFinite(image_latents_)) return NonFinite("encode_image");
+      encode_tile_ = resources_->options().tile;
       return true;
     }
     case Kind::kDenoise:
@@ -375,7 +420,9 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
       const auto index = static_cast<int64_t>(pictures_.size());
       ASSIGN_OR_RETURN(at::Tensor picture, pipeline.Decode(resources_->view(), latents_.narrow(0, index, 1),
                                                            resources_->options()));
+      picture = pipeline.Finish(picture, params_);
       MemoryAccount::Exempt(picture.storage().data());  // promised as a picture
+      decode_tiles_used_.push_back(resources_->options().tile);
       pictures_.push_back(std::move(picture));
       return static_cast<int64_t>(pictures_.size()) == latents_.size(0);
     }
@@ -449,9 +496,7 @@ void Job::SendFile(size_t index, const std::string& file, Reservation memory) {
   v1::JobEvent event;
   auto& header = *event.mutable_image_header();
   header.set_index(static_cast<int>(index));
-  header.set_mime(format == v1::IMAGE_FORMAT_LATENTS ? "application/x-safetensors"
-                  : format == v1::IMAGE_FORMAT_JPEG  ? "image/jpeg"
-                                                     : "image/png");
+  header.set_mime(MimeOf(format));
   header.set_size(static_cast<int64_t>(file.size()));
   header.set_width(static_cast<int>(*params_.width));
   header.set_height(static_cast<int>(*params_.height));
@@ -499,9 +544,26 @@ absl::StatusOr<std::string> Job::MakeFile(size_t index) const {
   const absl::Span<const uint8_t> pixels(picture.const_data_ptr<uint8_t>(),
                                          static_cast<size_t>(picture.numel()));
   const auto height = static_cast<int>(picture.size(0)), width = static_cast<int>(picture.size(1));
-  return setup_.request.image_format() == v1::IMAGE_FORMAT_JPEG
-             ? EncodeJpeg(pixels, width, height, kJpegQuality)
-             : EncodePng(pixels, width, height);
+  const PictureNotes notes = NotesOfPicture(index);
+  switch (setup_.request.image_format()) {
+    case v1::IMAGE_FORMAT_JPEG:
+      return EncodeJpeg(pixels, width, height, kQuality, notes);
+    case v1::IMAGE_FORMAT_WEBP:
+      return EncodeWebp(pixels, width, height, kQuality, notes);
+    default:
+      return EncodePng(pixels, width, height, notes);
+  }
+}
+
+PictureNotes Job::NotesOfPicture(size_t index) const {
+  if (!record_) return {};
+  v1::PictureRecord record = *record_;
+  SetRecordParams(setup_.request, params_,
+                  {.seed = params_.seeds[index],
+                   .encode_tile = encode_tile_,
+                   .decode_tile = index < decode_tiles_used_.size() ? decode_tiles_used_[index] : 0},
+                  record);
+  return NotesOf(record);
 }
 
 absl::Status Job::EncodePictures() {
@@ -542,6 +604,16 @@ void Job::SendDone() {
   *done.mutable_params() = EchoParams(setup_.request, params_);
   for (const v1::PhaseReport& report : phase_reports_) *done.add_phases() = report;
   for (uint64_t seed : params_.seeds) done.add_seeds(seed);
+  for (const TokenCount& tokens : tokens_) {
+    *done.add_tokens() = ToProto(tokens);
+    if (tokens.read < tokens.total) *done.add_warnings() = CutWarning(tokens);
+  }
+  for (const PromptNotice& notice : notices_) {
+    v1::Warning& warning = *done.add_warnings();
+    warning.set_reason(notice.reason);
+    warning.set_field(notice.field);
+    warning.set_message(notice.message);
+  }
   Send(std::move(event));
 }
 

@@ -14,6 +14,7 @@
 #include "server/embedding_set.h"
 #include "server/grpc_errors.h"
 #include "server/lora_set.h"
+#include "server/job_record.h"
 #include "server/params.h"
 #include "server/phase_resources.h"
 #include "server/picture_memory.h"
@@ -327,15 +328,17 @@ std::vector<ResourceBlock> DescribeBlocks(const OpenModel& model, const Componen
 class Planner {
  public:
   Planner(ServerCore& core, const OpenModel& model, GenerateParams params, std::vector<LoraChoice> loras,
-          std::vector<LockRequest> embeddings, PatchMode mode, v1::VaeTiling tiling, bool decodes)
+          std::vector<LockRequest> embeddings, PatchMode mode, TileChoice encode_tiles, TileChoice decode_tiles,
+          int64_t file_bytes)
       : core_(core),
         model_(model),
         params_(std::move(params)),
         loras_(std::move(loras)),
         embeddings_(std::move(embeddings)),
         mode_(mode),
-        tiling_(tiling),
-        decodes_(decodes),
+        encode_tiles_(encode_tiles),
+        decode_tiles_(decode_tiles),
+        file_bytes_(file_bytes),
         stats_(core.cache->Stats()),
         ram_(stats_, &plan_) {
     for (const auto& executor : core.executors) {
@@ -371,8 +374,8 @@ class Planner {
     }
     const auto pictures = static_cast<int64_t>(params_.seeds.size());
     if (!RunPhase(pipeline.denoiser_component(), home, Steps() * pictures, Work::kOther)) return false;
-    if (!decodes_) return true;
-    return ram_.Promise(PicturesBytes(MaxFileBytes(*params_.width, *params_.height), params_), "pictures") &&
+    if (file_bytes_ == 0) return true;
+    return ram_.Promise(PicturesBytes(file_bytes_, params_), "pictures") &&
            RunPhase(pipeline.decoder_component(), home, pictures, Work::kDecodesPicture);
   }
 
@@ -454,8 +457,10 @@ class Planner {
     PhaseOptions options;
     options.encodes_picture = work == Work::kEncodesPicture;
     options.beside_rank = overlay.rank;
-    const bool can_tile = work != Work::kOther;
-    if (can_tile && tiling_ == v1::VAE_TILING_ALWAYS) options.tile = model_.pipeline->SmallerTile(params_, 0);
+    const TileChoice tiles = work == Work::kEncodesPicture   ? encode_tiles_
+                             : work == Work::kDecodesPicture ? decode_tiles_
+                                                             : TileChoice{};
+    options.tile = tiles.first;
     if (!ram_.Lock(key, component.name, request.loader.estimated_bytes, {model_.id})) return false;
     const auto slots = static_cast<int32_t>(core_.config.ring_blocks);
     const int64_t room =
@@ -463,9 +468,7 @@ class Planner {
              ? ram_.Obtainable()
              : it->second.Obtainable() - PlanResidency(DescribeBlocks(model_, component), 0, slots).bytes()) -
         overlay.beside_bytes - (ram_.Has(overlay.record) ? 0 : overlay.record_bytes);
-    const bool may_tile =
-        can_tile && (tiling_ == v1::VAE_TILING_ALWAYS || tiling_ == v1::VAE_TILING_WHEN_NEEDED);
-    ChooseTile(component, device, room, may_tile, options);
+    ChooseTile(component, device, room, tiles.may_shrink, options);
 
     v1::PlanResponse::Phase phase;
     phase.set_component(name);
@@ -651,8 +654,8 @@ class Planner {
   const std::vector<LoraChoice> loras_;
   const std::vector<LockRequest> embeddings_;
   const PatchMode mode_;
-  const v1::VaeTiling tiling_;
-  const bool decodes_;
+  const TileChoice encode_tiles_, decode_tiles_;
+  const int64_t file_bytes_;  // of one picture; 0: it is not decoded
   const CacheStats stats_;
   v1::PlanResponse plan_;
   ImaginedCache ram_;
@@ -688,8 +691,15 @@ absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest
                    ResolveEmbeddings(*model->pipeline, *core.catalog, params, bundled));
   RETURN_IF_ERROR(model->pipeline->Validate(params));
   RETURN_IF_ERROR(CheckPixels(params, core.config));
-  return Planner(core, *model, std::move(params), std::move(loras), std::move(embeddings), mode,
-                 request.params().vae_tiling(), request.params().image_format() != v1::IMAGE_FORMAT_LATENTS)
+  ASSIGN_OR_RETURN(const TileChoice encode, EncodeTiles(request.params(), *model->pipeline, params));
+  ASSIGN_OR_RETURN(const TileChoice decode, DecodeTiles(request.params(), *model->pipeline, params));
+  int64_t file_bytes = 0;
+  if (request.params().image_format() != v1::IMAGE_FORMAT_LATENTS) {
+    file_bytes = MaxFileBytes(*params.width, *params.height);
+    if (WantsMetadata(request.params(), core.config)) file_bytes += MaxMetadataBytes(request);
+  }
+  return Planner(core, *model, std::move(params), std::move(loras), std::move(embeddings), mode, encode, decode,
+                 file_bytes)
       .Run();
 }
 

@@ -11,6 +11,7 @@
 #include "families/request_checks.h"
 #include "families/sd/sd_denoiser.h"
 #include "families/sd/sd_masks.h"
+#include "families/sd/sd_paste.h"
 #include "families/text/embedding_triggers.h"
 #include "families/text/text_embedding.h"
 #include "families/working_memory.h"
@@ -37,7 +38,7 @@ absl::Status InRequestTerms(const absl::Status& status) {
   const ErrorDetails details = GetErrorDetails(status);
   const auto field = details.find("field");
   if (field == details.end() || field->second != "params.strength") return status;
-  return FieldError("params.init_image.strength", status.message());
+  return AtField(status, "params.init_image.strength");
 }
 
 absl::Status CheckTiles(const DenoiseTiles& tiles, int64_t scale) {
@@ -93,8 +94,7 @@ absl::Status SdPipeline::Validate(GenerateParams& params) const {
                                    "time"));
   }
 
-  if (!params.width) params.width = defaults.width;
-  if (!params.height) params.height = defaults.height;
+  FillSize({defaults.width, defaults.height}, parts_.vae->config().scale(), params);
   RETURN_IF_ERROR(CheckSize(params, parts_.vae->config().scale()));
   if (!params.steps) params.steps = defaults.steps;
   RETURN_IF_ERROR(CheckRange("params.steps", static_cast<double>(*params.steps), 1, kMaxSteps));
@@ -317,6 +317,24 @@ std::vector<SdText> SdPipeline::TextsOf(const SdEncoder& encoder, const Generate
     texts.back().text = text;
   }
   return texts;
+}
+
+absl::StatusOr<std::vector<TokenCount>> SdPipeline::CountTokens(const GenerateParams& params) const {
+  std::vector<TokenCount> counts;
+  for (const bool negative : {false, true}) {
+    if (negative && !EncodesNegative(params)) continue;
+    for (const SdEncoder& encoder : parts_.encoders) {
+      TokenCount count{std::string(TextOf(encoder, params, negative).field), encoder.component};
+      for (const SdText& text : TextsOf(encoder, params, negative)) {
+        ASSIGN_OR_RETURN(const TextTokens tokens, CountTextTokens(encoder, text));
+        if (tokens.total <= count.total) continue;
+        count.total = tokens.total;
+        count.read = tokens.read;
+      }
+      counts.push_back(std::move(count));
+    }
+  }
+  return counts;
 }
 
 int64_t SdPipeline::Tokens(const GenerateParams& params) const {
@@ -550,6 +568,11 @@ absl::StatusOr<at::Tensor> SdPipeline::Decode(const WeightView& weights, const a
                                               const PhaseOptions& options) const {
   c10::InferenceMode inference;
   return DecodePicture(*parts_.vae, weights, latents, options.tile);
+}
+
+at::Tensor SdPipeline::Finish(const at::Tensor& picture, const GenerateParams& params) const {
+  c10::InferenceMode inference;
+  return params.paste_back ? PasteBack(picture, params) : picture;
 }
 
 int64_t SdPipeline::SmallerTile(const GenerateParams& params, int64_t tile) const {
