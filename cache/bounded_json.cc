@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/match.h"
 #include "cache/error.h"
 
 namespace latentd {
@@ -50,14 +51,43 @@ class Counter : public nlohmann::json_sax<Json> {
   int depth_ = 0;
 };
 
-}  // namespace
-
-absl::StatusOr<Json> ParseBoundedJson(absl::string_view text, const JsonLimits& limits) {
+absl::StatusOr<Json> ParsePlain(absl::string_view text, const JsonLimits& limits) {
   Counter counter(limits);
   if (!Json::sax_parse(text.begin(), text.end(), &counter)) return Corrupt(counter.problem());
   Json json = Json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
   if (json.is_discarded()) return Corrupt("is no JSON");
   return json;
+}
+
+}  // namespace
+
+std::string WithoutPythonsNumbers(absl::string_view text) {
+  std::string result;
+  bool in_string = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (c == '"') in_string = !in_string;
+    const absl::string_view number = in_string  ? ""
+                                     : c == '-' ? "-Infinity"
+                                     : c == 'I' ? "Infinity"
+                                     : c == 'N' ? "NaN"
+                                                : "";
+    if (!number.empty() && text.substr(i, number.size()) == number) {
+      result += "null";
+      i += number.size() - 1;
+      continue;
+    }
+    result += c;
+    if (in_string && c == '\\' && i + 1 < text.size()) result += text[++i];
+  }
+  return result;
+}
+
+absl::StatusOr<Json> ParseBoundedJson(absl::string_view text, const JsonLimits& limits) {
+  if (absl::StrContains(text, "NaN") || absl::StrContains(text, "Infinity")) {
+    return ParsePlain(WithoutPythonsNumbers(text), limits);
+  }
+  return ParsePlain(text, limits);
 }
 
 }  // namespace latentd

@@ -30,6 +30,14 @@ TEST(BoundedJson, WhatIsNoneIsRefused) {
   }
 }
 
+// What json.dumps of Python makes of {"a": float("inf"), …}.
+TEST(BoundedJson, NumbersThatPythonAloneWritesAreNull) {
+  const auto json = ParseBoundedJson(R"({"a": -Infinity, "b": [NaN, Infinity, -1], "c": "NaN \" -Infinity"})");
+  ASSERT_TRUE(json.ok()) << json.status();
+  EXPECT_EQ(json->dump(), R"({"a":null,"b":[null,null,-1],"c":"NaN \" -Infinity"})");
+  EXPECT_THAT(Problem("[Nan]"), HasSubstr("no JSON"));
+}
+
 TEST(BoundedJson, DepthAndValuesAreBounded) {
   EXPECT_EQ(Problem("[[[]]]", {.max_depth = 3}), "");
   EXPECT_THAT(Problem("[[[[]]]]", {.max_depth = 3}), HasSubstr("deeply"));

@@ -21,8 +21,7 @@ constexpr size_t kMaxNameBytes = 1024;
 constexpr int kMaxDepth = 4;  // object → tensor → array, and one for what is skipped
 constexpr char kMetadata[] = "__metadata__";
 constexpr size_t kMaxEntries = 4096;        // of one tensor, or of the metadata
-constexpr size_t kMaxMetadataBytes = 4096;  // of a text that is kept, but for one that is read
-constexpr absl::string_view kAdapterConfig = "lora_adapter_metadata";  // diffusers'; names all modules of a model
+constexpr size_t kMaxMetadataBytes = 4096;  // of a text that is kept, and told
 constexpr size_t kMaxShown = 200;
 
 absl::Status Corrupt(absl::string_view what) {
@@ -40,14 +39,27 @@ absl::Status CorruptTensor(absl::string_view name, absl::string_view what) {
 struct DTypeRow {
   absl::string_view name;
   DType dtype;
-  int64_t size;
+  int64_t bits;
 };
+// All that the safetensors library 0.8 has.
 constexpr DTypeRow kDTypes[] = {
-    {"F64", DType::kF64, 8},   {"F32", DType::kF32, 4},        {"F16", DType::kF16, 2},
-    {"BF16", DType::kBF16, 2}, {"F8_E4M3", DType::kF8E4M3, 1}, {"F8_E5M2", DType::kF8E5M2, 1},
-    {"I64", DType::kI64, 8},   {"I32", DType::kI32, 4},        {"I16", DType::kI16, 2},
-    {"I8", DType::kI8, 1},     {"U8", DType::kU8, 1},          {"BOOL", DType::kBool, 1},
+    {"F64", DType::kF64, 64},       {"F32", DType::kF32, 32},        {"F16", DType::kF16, 16},
+    {"BF16", DType::kBF16, 16},     {"F8_E4M3", DType::kF8E4M3, 8},  {"F8_E5M2", DType::kF8E5M2, 8},
+    {"I64", DType::kI64, 64},       {"I32", DType::kI32, 32},        {"I16", DType::kI16, 16},
+    {"I8", DType::kI8, 8},          {"U8", DType::kU8, 8},           {"BOOL", DType::kBool, 8},
+    {"U64", DType::kU64, 64},       {"U32", DType::kU32, 32},        {"U16", DType::kU16, 16},
+    {"C64", DType::kC64, 64},       {"F8_E8M0", DType::kF8E8M0, 8},  {"F6_E3M2", DType::kF6E3M2, 6},
+    {"F6_E2M3", DType::kF6E2M3, 6}, {"F4", DType::kF4, 4},
 };
+
+// Texts that say how the tensors are to be read, and name each of them.
+constexpr absl::string_view kKeptWhole[] = {"lora_adapter_metadata", "_quantization_metadata"};
+constexpr size_t kMaxWholeBytes = 16 << 20;
+
+size_t MaxBytes(absl::string_view key) {
+  const bool whole = std::find(std::begin(kKeptWhole), std::end(kKeptWhole), key) != std::end(kKeptWhole);
+  return whole ? kMaxWholeBytes : kMaxMetadataBytes;
+}
 
 // Builds a header while it is parsed; nothing else is kept of the JSON. Where it stands is told by how deep
 // it is:
@@ -80,7 +92,7 @@ class HeaderBuilder : public nlohmann::json_sax<Json> {
   bool string(string_t& text) override {
     if (in_metadata_) {
       if (depth_ != 2) return BadMetadata();
-      header_.metadata[key_] = std::string(key_ == kAdapterConfig ? text : CutUtf8(text, kMaxMetadataBytes));
+      header_.metadata[key_] = std::string(CutUtf8(text, MaxBytes(key_)));
       return true;
     }
     if (depth_ != 2 || field_ != Field::kDtype) return Other();
@@ -194,13 +206,14 @@ class HeaderBuilder : public nlohmann::json_sax<Json> {
     }
     if (dtype_ == nullptr || !has_shape_ || !has_offsets_) return FailTensor(kNeeds);
     // Whoever computes strides multiplies all sizes but for the zeros, so those must not overflow either.
-    int64_t bytes = dtype_->size;
+    int64_t bits = dtype_->bits;
     bool empty = false;
     for (const int64_t size : shape_) {
       empty = empty || size == 0;
-      if (size > 0 && __builtin_mul_overflow(bytes, size, &bytes)) return FailTensor("shape overflows");
+      if (size > 0 && __builtin_mul_overflow(bits, size, &bits)) return FailTensor("shape overflows");
     }
-    if (empty) bytes = 0;
+    if (!empty && bits % 8 != 0) return FailTensor("ends inside of a byte");
+    const int64_t bytes = empty ? 0 : bits / 8;
     if (offsets_.size() != 2) return BadOffsets();
     const int64_t begin = offsets_[0], end = offsets_[1];
     if (end < begin) return FailTensor("bytes end before they begin");
@@ -234,7 +247,7 @@ class HeaderBuilder : public nlohmann::json_sax<Json> {
 
 int64_t ElementSize(DType dtype) {
   for (const DTypeRow& row : kDTypes) {
-    if (row.dtype == dtype) return row.size;
+    if (row.dtype == dtype) return row.bits / 8;
   }
   return 0;
 }

@@ -17,9 +17,13 @@
 
 namespace latentd {
 
-enum class DType { kF64, kF32, kF16, kBF16, kF8E4M3, kF8E5M2, kI64, kI32, kI16, kI8, kU8, kBool };
+enum class DType {
+  kF64, kF32, kF16, kBF16, kF8E4M3, kF8E5M2, kI64, kI32, kI16, kI8, kU8, kBool,
+  // Known, and read by nothing here.
+  kU64, kU32, kU16, kC64, kF8E8M0, kF6E3M2, kF6E2M3, kF4
+};
 
-// Bytes of one element.
+// Bytes of one element; 0 for those of less than one byte.
 int64_t ElementSize(DType dtype);
 absl::string_view DTypeName(DType dtype);
 
@@ -33,7 +37,8 @@ struct TensorInfo {
 
 struct SafetensorsHeader {
   std::vector<TensorInfo> tensors;  // by offset
-  std::map<std::string, std::string> metadata;  // at most 4096 entries; texts are cut to 4096 bytes
+  std::map<std::string, std::string> metadata;  // at most 4096 entries; texts are cut to 4096
+                                                // bytes, but for those that say how to read the tensors: to 16 MiB
 };
 
 // `start`: the file's first bytes, at least 8 + header length of them (or all of a shorter file).

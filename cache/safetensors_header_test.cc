@@ -3,6 +3,7 @@
 #include <cstring>
 #include <random>
 
+#include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "gtest/gtest.h"
 
@@ -46,6 +47,18 @@ TEST(SafetensorsHeader, AFileThatIsCutShortSaysByHowMuch) {
   EXPECT_EQ(ErrorReason(header.status()), "CORRUPT_FILE");
   EXPECT_NE(header.status().message().find("cut short: these bytes end 5 bytes behind its end"), std::string::npos)
       << header.status();
+}
+
+// The types of the safetensors library 0.8; of less than a byte, only whole bytes make a tensor.
+TEST(SafetensorsHeader, AllTypesThereAreMayStandInAFile) {
+  for (const char* type : {"U16", "F16", "I16", "BF16"}) {
+    EXPECT_TRUE(Parse(File(absl::StrCat(R"({"a":{"dtype":")", type, R"(","shape":[3],"data_offsets":[0,6]}})"), 6)).ok()) << type;
+  }
+  EXPECT_TRUE(Parse(File(R"({"a":{"dtype":"F4","shape":[2,3],"data_offsets":[0,3]}})", 3)).ok());
+  EXPECT_TRUE(Parse(File(R"({"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}})", 3)).ok());
+  EXPECT_TRUE(Parse(File(R"({"a":{"dtype":"C64","shape":[1],"data_offsets":[0,8]}})", 8)).ok());
+  EXPECT_FALSE(Parse(File(R"({"a":{"dtype":"F4","shape":[3],"data_offsets":[0,2]}})", 2)).ok());
+  EXPECT_FALSE(Parse(File(R"({"a":{"dtype":"F3","shape":[8],"data_offsets":[0,3]}})", 3)).ok());
 }
 
 TEST(SafetensorsHeader, AnEmptyTensorHasNoBytes) {

@@ -38,6 +38,9 @@ class WeightFiles {
   const std::map<std::string, Entry>& tensors() const { return tensors_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
 
+  // The first of the files, by the last two parts of its path.
+  std::string label() const;
+
   // Bytes of all tensors.
   int64_t tensor_bytes() const { return tensor_bytes_; }
 
@@ -88,14 +91,22 @@ int64_t WeightBytes(const WeightFiles& files, const ComponentLayout& layout, con
 std::map<DType, int64_t> WeightBytesByType(const WeightFiles& files, const ComponentLayout& layout,
                                            const KeyMap* key_map, absl::string_view prefix);
 
+// Whether LoadWeights will take them, as far as can be told without the values: its errors.
+absl::Status CheckWeights(const WeightFiles& files, const ComponentLayout& layout, const KeyMap* key_map,
+                          absl::string_view prefix);
+
+// The tensors that LoadWeights reads, and those that it knows and needs not, such as position ids. May have one twice.
+std::vector<std::string> TensorsOf(const WeightFiles& files, const ComponentLayout& layout, const KeyMap* key_map,
+                                   absl::string_view prefix);
+
 // What LoadWeights makes of the same depends on nothing else: equal texts, equal weights. 16 hex digits.
 std::string WeightsFingerprint(const WeightFiles& files, const ComponentLayout& layout, const KeyMap* key_map,
                                absl::string_view prefix);
 
 // Reads a whole component. Names go through `key_map` when it is not null, after `prefix` is taken off;
-// source tensors that start differently are left alone. Shapes are checked against the layout. Cancellable
-// per tensor. Errors: FAILED_PRECONDITION WEIGHTS_MISMATCH with the first missing, unused or misshapen names;
-// those of WeightFiles::Check.
+// source tensors that start differently are left alone, and so is what is none of a network's (weight_sources.h). Shapes
+// are checked against the layout. 64-bit numbers become 32-bit ones. Cancellable per tensor. Errors: those of
+// CheckWeightSources and WeightFiles::Check.
 absl::StatusOr<std::shared_ptr<const WeightSet>> LoadWeights(std::shared_ptr<const WeightFiles> files,
                                                              std::shared_ptr<const ComponentLayout> layout,
                                                              const KeyMap* key_map, absl::string_view prefix,

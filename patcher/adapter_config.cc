@@ -9,6 +9,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "cache/bounded_json.h"
 #include "cache/error.h"
 #include "nlohmann/json.hpp"
 #include "patcher/module_pattern.h"
@@ -106,7 +107,7 @@ absl::StatusOr<AdapterConfig> AdapterConfig::Parse(const std::map<std::string, s
   const auto text = metadata.find(kKey);
   if (text == metadata.end() || text->second.empty()) return config;
   if (text->second.size() > kMaxText) return Invalid("is longer than 16 MiB");
-  const Json json = Json::parse(text->second, nullptr, /*allow_exceptions=*/false);
+  const Json json = Json::parse(WithoutPythonsNumbers(text->second), nullptr, /*allow_exceptions=*/false);
   if (json.is_null()) return config;
   if (!json.is_object()) return Invalid("is no JSON object");
   std::map<std::string, std::unique_ptr<Component>> components;

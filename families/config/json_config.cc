@@ -38,29 +38,6 @@ absl::Status OutOfRange(const std::string& label, absl::string_view key, absl::s
                    {{"file", label}, {"key", std::string(key)}, {"value", std::string(value)}});
 }
 
-// Python writes numbers that JSON does not have; they become null.
-std::string WithoutPythonsNumbers(absl::string_view text) {
-  std::string result;
-  bool in_string = false;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const char c = text[i];
-    if (c == '"') in_string = !in_string;
-    const absl::string_view number = in_string  ? ""
-                                     : c == '-' ? "-Infinity"
-                                     : c == 'I' ? "Infinity"
-                                     : c == 'N' ? "NaN"
-                                                : "";
-    if (!number.empty() && text.substr(i, number.size()) == number) {
-      result += "null";
-      i += number.size() - 1;
-      continue;
-    }
-    result += c;
-    if (in_string && c == '\\' && i + 1 < text.size()) result += text[++i];
-  }
-  return result;
-}
-
 absl::StatusOr<std::vector<int64_t>> IntsOf(const std::string& label, const Json& value,
                                             absl::string_view key, int64_t min, int64_t max) {
   if (!value.is_array()) return Corrupt(label, absl::StrCat(key, " is not an array"));
@@ -98,7 +75,7 @@ absl::StatusOr<JsonConfig> JsonConfig::Load(const std::string& path, int64_t max
 }
 
 absl::StatusOr<JsonConfig> JsonConfig::Parse(absl::string_view given, const std::string& label) {
-  absl::StatusOr<Json> json = ParseBoundedJson(WithoutPythonsNumbers(given));
+  absl::StatusOr<Json> json = ParseBoundedJson(given);
   if (!json.ok()) return Corrupt(label, json.status().message());
   if (!json->is_object()) return Corrupt(label, "not a JSON object");
   auto impl = std::make_unique<Impl>();
@@ -297,6 +274,43 @@ std::string JsonConfig::Token(absl::string_view key, absl::string_view fallback)
   const Json* value = impl_->Find(key);
   if (value == nullptr || !value->is_object()) return String(key, fallback);
   return Object(key).String("content", fallback);
+}
+
+bool JsonConfig::IsObject(absl::string_view key) const {
+  const Json* value = impl_->Find(key);
+  return value != nullptr && value->is_object();
+}
+
+std::vector<std::pair<std::string, JsonConfig>> JsonConfig::Objects(absl::string_view key) {
+  std::vector<std::pair<std::string, JsonConfig>> objects;
+  const Json* value = impl_->Find(key);
+  if (value == nullptr) return objects;
+  bool good = value->is_array() || value->is_object();
+  for (const auto& [name, object] : value->items()) {
+    if (!good || !object.is_object()) {
+      good = false;
+      break;
+    }
+    auto impl = std::make_unique<Impl>();
+    impl->json = object;
+    objects.emplace_back(name, JsonConfig(absl::StrCat(label_, " ", key), std::move(impl)));
+  }
+  if (!good) Fail(WrongType(key, "made of objects"));
+  return objects;
+}
+
+std::vector<std::pair<std::string, double>> JsonConfig::Scores(absl::string_view key) {
+  std::vector<std::pair<std::string, double>> scores;
+  const Json* value = impl_->Find(key);
+  bool good = value != nullptr && value->is_array();
+  if (good) {
+    for (const Json& row : *value) {
+      good = good && row.is_array() && row.size() == 2 && row[0].is_string() && row[1].is_number();
+      if (good) scores.emplace_back(row[0].get<std::string>(), row[1].get<double>());
+    }
+  }
+  if (!good) Fail(WrongType(key, "an array of texts with scores"));
+  return scores;
 }
 
 JsonConfig JsonConfig::Object(absl::string_view key) {

@@ -63,6 +63,11 @@ class JsonConfig {
   std::vector<std::pair<std::string, std::string>> StringPairs(absl::string_view key);
   // A token: a string, or an object with the string under "content".
   std::string Token(absl::string_view key, absl::string_view fallback);
+  bool IsObject(absl::string_view key) const;
+  // The objects under `key`, which is an array of them, or an object of them by name. Check the status of each.
+  std::vector<std::pair<std::string, JsonConfig>> Objects(absl::string_view key);
+  // An array of ["text", number].
+  std::vector<std::pair<std::string, double>> Scores(absl::string_view key);
   // The object under `key`; an empty one when it is absent.
   JsonConfig Object(absl::string_view key);
 

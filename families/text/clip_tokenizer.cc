@@ -10,8 +10,10 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "cache/error.h"
+#include "cache/text_file.h"
 #include "families/config/json_config.h"
 #include "families/text/unicode.h"
+#include "families/text/unicode_tables.h"
 
 namespace latentd {
 namespace {
@@ -23,11 +25,14 @@ constexpr char kWordEnd[] = "</w>";
 #define LATENTD_WHITE_SPACE \
   R"(\x{09}-\x{0D}\x{20}\x{85}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000})"
 
+#define LATENTD_LETTER R"([\p{L})" LATENTD_NEW_LETTERS R"(])"
+#define LATENTD_NUMBER R"([\p{N})" LATENTD_NEW_NUMBERS R"(])"
+
 // What becomes a word; everything between the matches is dropped.
 const Pattern& WordPattern() {
   static const Pattern* pattern = new Pattern(
-      R"(<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\p{L}\p{N})" LATENTD_WHITE_SPACE
-      R"(]+)");
+      R"(<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|)" LATENTD_LETTER R"(+|)" LATENTD_NUMBER R"(|[^\p{L}\p{N})" LATENTD_NEW_LETTERS
+          LATENTD_NEW_NUMBERS LATENTD_WHITE_SPACE R"(]+)");
   return *pattern;
 }
 
@@ -35,11 +40,14 @@ const Pattern& WordPattern() {
 // written in another case, which the first pattern keeps whole.
 const Pattern& BytePattern() {
   static const Pattern* pattern =
-      new Pattern(R"('s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}+|[^\p{L}\p{N})" LATENTD_WHITE_SPACE R"(]+)");
+      new Pattern(R"('s|'t|'re|'ve|'m|'ll|'d|)" LATENTD_LETTER R"(+|)" LATENTD_NUMBER
+                  R"(+|[^\p{L}\p{N})" LATENTD_NEW_LETTERS LATENTD_NEW_NUMBERS LATENTD_WHITE_SPACE R"(]+)");
   return *pattern;
 }
 
 #undef LATENTD_WHITE_SPACE
+#undef LATENTD_LETTER
+#undef LATENTD_NUMBER
 
 // The printable stand-in for a byte, in UTF-8: printable Latin-1 characters stand for themselves, all other
 // bytes for U+0100 onwards. Source: the byte-level alphabet of GPT-2's encoder.
@@ -60,6 +68,8 @@ std::array<std::string, 256> ByteAlphabet() {
   return alphabet;
 }
 
+std::string CleanUp(absl::string_view text) { return LowerCase(CollapseWhitespace(Nfc(text))); }
+
 absl::Status Corrupt(const std::string& label, absl::string_view what) {
   return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE", absl::StrCat(label, ": ", what),
                    {{"file", label}});
@@ -79,6 +89,8 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ReadMerges(cons
 }
 
 }  // namespace
+
+std::vector<absl::string_view> ClipWords(absl::string_view clean) { return WordPattern().FindAll(clean); }
 
 absl::StatusOr<std::unique_ptr<const ClipTokenizer>> ClipTokenizer::Load(const std::string& folder) {
   std::unique_ptr<ClipTokenizer> tokenizer(new ClipTokenizer());
@@ -101,36 +113,25 @@ absl::StatusOr<std::unique_ptr<const ClipTokenizer>> ClipTokenizer::Load(const s
     RETURN_IF_ERROR(tokenizer->SetVocabulary(vocabulary, merges, json.label()));
   }
 
-  std::string bos = "<|startoftext|>", eos = "<|endoftext|>", pad = eos, unknown = eos;
-  const std::string config_path = folder + "/tokenizer_config.json";
-  if (std::filesystem::exists(config_path, ec)) {
-    ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(config_path));
-    bos = json.Token("bos_token", bos);
-    eos = json.Token("eos_token", eos);
-    pad = json.Token("pad_token", eos);
-    unknown = json.Token("unk_token", eos);
-    // A huge number there means "no limit".
-    const double length = json.Double("model_max_length", 77, 2, 1e308);
-    tokenizer->model_max_length_ = length <= 4096 ? static_cast<int64_t>(length) : 77;
-    RETURN_IF_ERROR(json.status());
+  ASSIGN_OR_RETURN(const TokenizerSettings settings, TokenizerSettings::Load(folder));
+  // A huge number there means "no limit".
+  if (settings.model_max_length >= 2 && settings.model_max_length <= 4096) {
+    tokenizer->model_max_length_ = static_cast<int64_t>(settings.model_max_length);
   }
-  auto set = [&](const std::string& token, int32_t& id) -> absl::Status {
-    auto it = tokenizer->vocabulary_.find(token);
+  for (const AddedToken& token : settings.added) tokenizer->Add(token);
+  const AddedToken eos = settings.Named("eos_token", "<|endoftext|>");
+  for (const auto& [token, id] : {std::pair(settings.Named("bos_token", "<|startoftext|>"), &tokenizer->bos_),
+                                  std::pair(eos, &tokenizer->eos_),
+                                  std::pair(settings.Named("pad_token", eos.text), &tokenizer->pad_),
+                                  std::pair(settings.Named("unk_token", eos.text), &tokenizer->unknown_)}) {
+    auto it = tokenizer->vocabulary_.find(token.text);
     if (it == tokenizer->vocabulary_.end()) {
-      return Corrupt(ShortPath(folder), absl::StrCat("the vocabulary has no token ", token));
+      return Corrupt(ShortPath(folder), absl::StrCat("the vocabulary has no token ", token.text));
     }
-    id = it->second;
-    if (std::find(tokenizer->specials_.begin(), tokenizer->specials_.end(), token) ==
-        tokenizer->specials_.end()) {
-      tokenizer->specials_.push_back(token);
-      tokenizer->special_ids_.push_back(id);
-    }
-    return absl::OkStatus();
-  };
-  RETURN_IF_ERROR(set(bos, tokenizer->bos_));
-  RETURN_IF_ERROR(set(eos, tokenizer->eos_));
-  RETURN_IF_ERROR(set(pad, tokenizer->pad_));
-  RETURN_IF_ERROR(set(unknown, tokenizer->unknown_));
+    *id = it->second;
+    tokenizer->Add(token);
+  }
+  tokenizer->word_ends_.resize(static_cast<size_t>(tokenizer->vocabulary_size_), true);
 
   const std::array<std::string, 256> alphabet = ByteAlphabet();
   for (size_t byte = 0; byte < 256; ++byte) {
@@ -142,6 +143,17 @@ absl::StatusOr<std::unique_ptr<const ClipTokenizer>> ClipTokenizer::Load(const s
     tokenizer->last_byte_ids_[byte] = id_of(alphabet[byte] + kWordEnd);
   }
   return std::unique_ptr<const ClipTokenizer>(std::move(tokenizer));
+}
+
+void ClipTokenizer::Add(AddedToken token) {
+  const auto [it, fresh] = vocabulary_.try_emplace(token.text, static_cast<int32_t>(token.id));
+  if (fresh && token.id < 0) return vocabulary_.erase(it), void();
+  token.id = it->second;
+  vocabulary_size_ = std::max(vocabulary_size_, token.id + 1);
+  if (token.normalized) token.text = CleanUp(token.text);
+  std::vector<AddedToken>& tokens = token.normalized ? added_.normalized : added_.plain;
+  const bool known = std::any_of(tokens.begin(), tokens.end(), [&](const AddedToken& t) { return t.text == token.text; });
+  if (!known) tokens.push_back(std::move(token));
 }
 
 absl::Status ClipTokenizer::SetVocabulary(const std::vector<std::pair<std::string, int64_t>>& pairs,
@@ -183,16 +195,13 @@ std::vector<int64_t> ClipTokenizer::Encode(absl::string_view text, int64_t lengt
 std::vector<int64_t> ClipTokenizer::Tokenize(absl::string_view text) const {
   std::vector<int64_t> ids;
   const std::string valid = ValidUtf8(text);
-  for (const TextPiece& piece : SplitAtTokens(valid, specials_)) {
-    if (piece.special >= 0) {
-      ids.push_back(special_ids_[static_cast<size_t>(piece.special)]);
-      continue;
-    }
-    const std::string clean = LowerCase(CollapseWhitespace(Nfc(piece.text)));
-    for (absl::string_view word : WordPattern().FindAll(clean)) {
-      for (absl::string_view part : BytePattern().FindAll(word)) EncodeWord(part, ids);
-    }
-  }
+  added_.Read(
+      valid, CleanUp, [&](int64_t id) { ids.push_back(id); },
+      [&](absl::string_view clean) {
+        for (absl::string_view word : ClipWords(clean)) {
+          for (absl::string_view part : BytePattern().FindAll(word)) EncodeWord(part, ids);
+        }
+      });
   return ids;
 }
 

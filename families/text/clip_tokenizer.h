@@ -15,12 +15,16 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "families/text/added_tokens.h"
 
 namespace latentd {
 
+// The words that CLIP takes a cleaned-up text apart into; they point into it.
+std::vector<absl::string_view> ClipWords(absl::string_view clean);
+
 class ClipTokenizer {
  public:
-  // `folder` has vocab.json and merges.txt, or tokenizer.json; tokenizer_config.json is optional. Errors:
+  // `folder` has vocab.json and merges.txt, or tokenizer.json; what else it may have is in added_tokens.h. Errors:
   // NOT_FOUND MISSING_FILE, DATA_LOSS CORRUPT_FILE.
   static absl::StatusOr<std::unique_ptr<const ClipTokenizer>> Load(const std::string& folder);
 
@@ -52,6 +56,8 @@ class ClipTokenizer {
   absl::Status SetVocabulary(const std::vector<std::pair<std::string, int64_t>>& pairs,
                              const std::vector<std::pair<std::string, std::string>>& merges,
                              const std::string& label);
+  // A token that stands in texts as it is. One that has no id, and that the vocabulary does not have, is none.
+  void Add(AddedToken token);
   // Ids of one word: text that no merge crosses.
   void EncodeWord(absl::string_view word, std::vector<int64_t>& ids) const;
 
@@ -60,8 +66,7 @@ class ClipTokenizer {
   std::vector<bool> word_ends_;               // by id
   std::array<int32_t, 256> byte_ids_{};       // of a byte inside a word
   std::array<int32_t, 256> last_byte_ids_{};  // of a byte that ends a word
-  std::vector<std::string> specials_;         // begin, end, pad, unknown; without repeats
-  std::vector<int32_t> special_ids_;
+  AddedTokens added_;                         // with begin, end, pad, unknown
   int32_t bos_ = 0, eos_ = 0, pad_ = 0, unknown_ = 0;
   int64_t vocabulary_size_ = 0;
   int64_t model_max_length_ = 77;

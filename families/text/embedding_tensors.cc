@@ -34,6 +34,9 @@ bool IsOfWholeNumbers(DType type) {
     case DType::kI8:
     case DType::kU8:
     case DType::kBool:
+    case DType::kU64:
+    case DType::kU32:
+    case DType::kU16:
       return true;
     default:
       return false;

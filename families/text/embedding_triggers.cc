@@ -5,20 +5,33 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "families/text/unicode.h"
 
 namespace latentd {
 namespace {
 
 constexpr absl::string_view kWord = "embedding:";
-constexpr size_t kMaxName = 128;  // no catalog has a longer one
+constexpr size_t kMaxName = 512;  // no catalog has a longer one
 
 bool IsAlnum(char c) { return absl::ascii_isalnum(static_cast<unsigned char>(c)); }
-bool IsNameCharacter(char c) { return IsAlnum(c) || c == '.' || c == '_' || c == '-' || c == '/'; }
+bool IsNameSign(char c) { return c == '.' || c == '_' || c == '-' || c == '/'; }
+bool IsInsideOfCharacter(char c) { return (static_cast<unsigned char>(c) & 0xC0) == 0x80; }
 
-absl::string_view NameAt(absl::string_view text, size_t begin) {
+// Behind "embedding:", where nothing shows the end of a name: letters and numbers of any script, and few signs.
+absl::string_view WordAt(absl::string_view text, size_t begin) {
   size_t end = begin;
-  while (end < text.size() && IsNameCharacter(text[end])) ++end;
+  while (end < text.size() && (IsNameSign(text[end]) || WordGoesOn(text, end))) {
+    do ++end;
+    while (end < text.size() && IsInsideOfCharacter(text[end]));
+  }
   return text.substr(begin, end - begin);
+}
+
+// Between brackets a name may have whatever names have, but for these.
+absl::string_view BracketedAt(absl::string_view text, size_t begin) {
+  const absl::string_view rest = text.substr(begin, kMaxName + 1);
+  const size_t end = rest.find_first_of("<>");
+  return end == absl::string_view::npos || rest[end] == '<' ? absl::string_view() : rest.substr(0, end);
 }
 
 bool IsNumber(absl::string_view name) {
@@ -61,16 +74,15 @@ std::vector<EmbeddingTrigger> FindEmbeddingTriggers(absl::string_view prompt,
   for (size_t at = 0; at < prompt.size();) {
     EmbeddingTrigger trigger{.begin = at, .size = 0, .name = {}, .known = false};
     if (prompt[at] == '<') {
-      const absl::string_view name = NameAt(prompt, at + 1);
-      const size_t end = at + 1 + name.size();
-      if (!name.empty() && end < prompt.size() && prompt[end] == '>' && known(name)) {
+      const absl::string_view name = BracketedAt(prompt, at + 1);
+      if (!name.empty() && known(name)) {
         trigger.size = name.size() + 2;
         trigger.name = std::string(name);
         trigger.known = true;
       }
     } else if (prompt[at] == 'e' && absl::StartsWith(prompt.substr(at), kWord) &&
                (at == 0 || (!IsAlnum(prompt[at - 1]) && prompt[at - 1] != '_'))) {
-      const absl::string_view all = NameAt(prompt, at + kWord.size());
+      const absl::string_view all = WordAt(prompt, at + kWord.size());
       const size_t end = at + kWord.size() + all.size();
       const absl::string_view name = WithoutSigns(all, end < prompt.size() ? prompt[end] : ' ', known);
       trigger.known = !name.empty() && known(name);

@@ -41,6 +41,15 @@ TEST(EmbeddingTriggers, BracketsNameWhatThereIs) {
   }
 }
 
+TEST(EmbeddingTriggers, NamesMayHaveWhateverFilesMay) {
+  const std::set<std::string> names = {"my style (v2), [soft]", "猫/ねこ", "über", "a:b|c"};
+  EXPECT_THAT(Found("a <my style (v2), [soft]> b", names), ElementsAre("my style (v2), [soft]|23"));
+  EXPECT_THAT(Found("<猫/ねこ> embedding:über, <a:b|c>", names),
+              ElementsAre("猫/ねこ|12", "über|15", "a:b|c|7"));
+  EXPECT_THAT(Found("embedding:猫/ねこ、x", names), ElementsAre("猫/ねこ|20"));
+  EXPECT_THAT(Found("a < my style (v2), [soft]", names), IsEmpty());
+}
+
 TEST(EmbeddingTriggers, TheWordNamesOneWhetherItIsThereOrNot) {
   EXPECT_THAT(Found("embedding:cat", Names()), ElementsAre("cat|13"));
   EXPECT_THAT(Found("a embedding:pets/cat, (embedding:a.b-c:1.2)", Names()),
@@ -65,7 +74,7 @@ TEST(EmbeddingTriggers, SignsOfWeightAreNoPartOfAName) {
 }
 
 TEST(EmbeddingTriggers, LongNamesAreNobodys) {
-  const std::string name(129, 'x');
+  const std::string name(513, 'x');
   EXPECT_THAT(Found(absl::StrCat("<", name, ">"), {name}), IsEmpty());
   EXPECT_EQ(Found(absl::StrCat("embedding:", std::string(60000, '-')), Names()).size(), 0u);
 }

@@ -4,10 +4,14 @@
 #include <filesystem>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "cache/error.h"
-#include "families/config/json_config.h"
+#include "cache/text_file.h"
+#include "families/text/added_tokens.h"
 #include "families/text/sentencepiece_model.h"
+#include "families/text/unigram_json.h"
 #include "families/text/unicode.h"
 
 namespace latentd {
@@ -15,14 +19,16 @@ namespace {
 
 constexpr int64_t kMaxModelBytes = 64 << 20;
 constexpr int64_t kPad = 0;
+constexpr int64_t kExtraIds = 100;
+constexpr absl::string_view kVerticalTab = "\v";
 
 }  // namespace
 
 struct T5Tokenizer::Impl {
   std::unique_ptr<const SentencePieceModel> model;
-  std::vector<std::string> specials;
-  std::vector<int64_t> special_ids;
+  AddedTokens added;
   int64_t eos = 1;
+  bool drops_vertical_tabs = false;
 };
 
 T5Tokenizer::T5Tokenizer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -30,53 +36,57 @@ T5Tokenizer::~T5Tokenizer() = default;
 
 absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::string& folder,
                                                                      int64_t vocabulary) {
-  const std::string path = folder + "/spiece.model";
+  std::string path = folder + "/spiece.model";
+  std::string bytes;
+  if (std::error_code ec; !std::filesystem::exists(path, ec) && std::filesystem::exists(folder + "/tokenizer.json", ec)) {
+    path = folder + "/tokenizer.json";
+    ASSIGN_OR_RETURN(bytes, SentencePieceModelOf(path));
+  } else {
+    ASSIGN_OR_RETURN(bytes, ReadTextFile(path, kMaxModelBytes));
+  }
   const std::string label = ShortPath(path);
-  ASSIGN_OR_RETURN(const std::string bytes, ReadTextFile(path, kMaxModelBytes));
   auto impl = std::make_unique<Impl>();
   absl::StatusOr<std::unique_ptr<const SentencePieceModel>> model = SentencePieceModel::Load(bytes);
   if (!model.ok()) return WithPrefix(model.status(), absl::StrCat(label, ": "));
   impl->model = *std::move(model);
+  // The table of NMT's rules has no vertical tabs; without it they are white space like others.
+  impl->drops_vertical_tabs = impl->model->Encode(std::string(kVerticalTab)).empty();
   const int64_t pieces = impl->model->size();
+
+  ASSIGN_OR_RETURN(const TokenizerSettings settings, TokenizerSettings::Load(folder));
+  // Control tokens written out in a text are those tokens, as in transformers.
+  auto& tokens = impl->added.plain;
+  auto add = [&](AddedToken token) -> int64_t {
+    const AddedToken unknown = settings.Named("unk_token", "<unk>");
+    const int64_t id = impl->model->IdOf(token.text);
+    if (id != impl->model->unknown_id() || token.text == unknown.text) token.id = id;
+    const bool known = std::any_of(tokens.begin(), tokens.end(), [&](const AddedToken& t) { return t.text == token.text; });
+    if (token.id >= 0 && token.id < vocabulary && !known) tokens.push_back(token);
+    return token.id;
+  };
+  for (const AddedToken& token : settings.added) add(token);
+  const AddedToken eos = settings.Named("eos_token", "</s>");
+  impl->eos = add(eos);
+  if (impl->eos < 0 || impl->eos >= vocabulary) {
+    return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE",
+                     absl::StrCat(label, ": has no end token ", eos.text), {{"file", label}});
+  }
+  add(settings.Named("pad_token", "<pad>"));
+  add(settings.Named("unk_token", "<unk>"));
+  const bool has_sentinels = std::any_of(settings.added.begin(), settings.added.end(), [](const AddedToken& t) {
+    return absl::StartsWith(t.text, "<extra_id_");
+  });
+  if (!has_sentinels) {
+    // The sentinels stand behind the model's own pieces, in reverse.
+    const int64_t extra_ids = settings.extra_ids >= 0 ? settings.extra_ids : kExtraIds;
+    for (int64_t i = 0; i < extra_ids; ++i) {
+      add({.text = absl::StrCat("<extra_id_", i, ">"), .id = pieces + extra_ids - 1 - i});
+    }
+  }
   if (pieces > vocabulary) {
     return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
                      absl::StrCat(label, ": has ", pieces, " pieces, the model knows ", vocabulary),
                      {{"file", label}});
-  }
-
-  int64_t extra_ids = 100;
-  std::string eos = "</s>", pad = "<pad>", unknown = "<unk>";
-  const std::string config_path = folder + "/tokenizer_config.json";
-  if (std::error_code ec; std::filesystem::exists(config_path, ec)) {
-    ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(config_path));
-    extra_ids = json.Int("extra_ids", extra_ids, 0, 1000);
-    eos = json.Token("eos_token", eos);
-    pad = json.Token("pad_token", pad);
-    unknown = json.Token("unk_token", unknown);
-    RETURN_IF_ERROR(json.status());
-  }
-  // Control tokens written out in a text are those tokens, as in transformers.
-  auto add = [&](const std::string& token) {
-    const int id = impl->model->IdOf(token);
-    if (id != impl->model->unknown_id() || token == unknown) {
-      impl->specials.push_back(token);
-      impl->special_ids.push_back(id);
-    }
-    return id;
-  };
-  impl->eos = add(eos);
-  if (impl->specials.empty()) {
-    return MakeError(absl::StatusCode::kDataLoss, "CORRUPT_FILE",
-                     absl::StrCat(label, ": has no end token ", eos), {{"file", label}});
-  }
-  add(pad);
-  add(unknown);
-  // The sentinels stand behind the model's own pieces, in reverse.
-  for (int64_t i = 0; i < extra_ids; ++i) {
-    const int64_t id = pieces + extra_ids - 1 - i;
-    if (id >= vocabulary) continue;
-    impl->specials.push_back(absl::StrCat("<extra_id_", i, ">"));
-    impl->special_ids.push_back(id);
   }
   return std::unique_ptr<const T5Tokenizer>(new T5Tokenizer(std::move(impl)));
 }
@@ -84,14 +94,15 @@ absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::
 std::vector<int64_t> T5Tokenizer::Tokenize(absl::string_view text) const {
   std::vector<int64_t> ids;
   const std::string valid = ValidUtf8(text);
-  for (const TextPiece& piece : SplitAtTokens(valid, impl_->specials)) {
-    if (piece.special >= 0) {
-      ids.push_back(impl_->special_ids[static_cast<size_t>(piece.special)]);
-      continue;
-    }
-    const std::string clean = CollapseWhitespace(piece.text);
-    for (int id : impl_->model->Encode(clean)) ids.push_back(id);
-  }
+  const auto clean = [&](absl::string_view piece) {
+    return CollapseWhitespace(impl_->drops_vertical_tabs ? absl::StrReplaceAll(piece, {{kVerticalTab, ""}})
+                                                         : std::string(piece));
+  };
+  impl_->added.Read(
+      valid, clean, [&](int64_t id) { ids.push_back(id); },
+      [&](absl::string_view piece) {
+        for (int id : impl_->model->Encode(std::string(piece))) ids.push_back(id);
+      });
   return ids;
 }
 

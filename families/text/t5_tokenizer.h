@@ -17,8 +17,8 @@ namespace latentd {
 
 class T5Tokenizer {
  public:
-  // `folder` has spiece.model; tokenizer_config.json is optional. `vocabulary` is the number of ids that the
-  // model knows; sentinel tokens beyond it are left out. Errors: NOT_FOUND MISSING_FILE, DATA_LOSS
+  // `folder` has spiece.model, or tokenizer.json; what else it may have is in added_tokens.h. `vocabulary` is the number of ids that the
+  // model knows; added tokens beyond it are left out. Errors: NOT_FOUND MISSING_FILE, DATA_LOSS
   // CORRUPT_FILE, FAILED_PRECONDITION UNSUPPORTED_MODEL when the pieces alone are more than that.
   static absl::StatusOr<std::unique_ptr<const T5Tokenizer>> Load(const std::string& folder,
                                                                  int64_t vocabulary);

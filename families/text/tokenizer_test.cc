@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "families/text/added_tokens.h"
 #include "families/text/clip_tokenizer.h"
 #include "families/text/t5_tokenizer.h"
 #include "families/text/unicode.h"
@@ -141,13 +142,47 @@ TEST(UnicodeTest, ManyMarksTakeNoLongerThanOtherText) {
   EXPECT_EQ(Nfc(text), absl::StrCat("a", below, above));
 }
 
-TEST(UnicodeTest, SplitsAtTheLongestToken) {
-  const auto pieces = SplitAtTokens("x<a>y<a>>", {"<a>", "<a>>"});
-  ASSERT_THAT(pieces, SizeIs(4));
-  EXPECT_EQ(pieces[0].text, "x");
-  EXPECT_EQ(pieces[1].special, 0);
-  EXPECT_EQ(pieces[2].text, "y");
-  EXPECT_EQ(pieces[3].special, 1);
+std::vector<std::string> Split(absl::string_view text, const std::vector<AddedToken>& tokens) {
+  std::vector<std::string> pieces;
+  for (const TextPiece& piece : SplitAtTokens(text, tokens)) {
+    pieces.push_back(absl::StrCat(piece.token < 0 ? "" : absl::StrCat(piece.token, "="), piece.text));
+  }
+  return pieces;
+}
+
+// What tokenizers.Tokenizer does with such added tokens.
+TEST(AddedTokens, TheLongestCountsAndSpaceGoesAsTheySay) {
+  EXPECT_THAT(Split("x<a>y<a>>", {{.text = "<a>"}, {.text = "<a>>"}}), ElementsAre("x", "0=<a>", "y", "1=<a>>"));
+  EXPECT_THAT(Split("x <a>  y", {{.text = "<a>", .takes_left = true}}), ElementsAre("x", "0= <a>", "  y"));
+  EXPECT_THAT(Split("x <a>  y", {{.text = "<a>", .takes_right = true}}), ElementsAre("x ", "0=<a>  ", "y"));
+  EXPECT_THAT(Split("cat cats cat", {{.text = "cat", .whole_word = true}}), ElementsAre("0=cat", " cats ", "0=cat"));
+  EXPECT_THAT(Split("abc", {{.text = ""}}), ElementsAre("abc"));
+}
+
+TEST_F(TokenizerTest, AddedTokensComeFromWhateverFileSaysThem) {
+  const auto ids = [&](absl::string_view text) {
+    const auto tokenizer = ClipTokenizer::Load(folder_);
+    EXPECT_TRUE(tokenizer.ok()) << tokenizer.status();
+    return tokenizer.ok() ? (*tokenizer)->Tokenize(text) : std::vector<int64_t>();
+  };
+  Write("vocab.json", kVocabulary);
+  Write("merges.txt", kMerges);
+  EXPECT_THAT(ids("a<cat>"), SizeIs(testing::Gt(2)));
+  Write("added_tokens.json", R"({"<cat>": 9, "<Dog>": 10})");
+  EXPECT_THAT(ids("a<cat>a <dog>"), ElementsAre(2, 9, 2, 10));  // they are looked for after clean-up
+  Write("special_tokens_map.json", R"({"pad_token": "!", "eos_token": {"content": "<|endoftext|>", "rstrip": true}})");
+  auto tokenizer = ClipTokenizer::Load(folder_);
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  EXPECT_EQ((*tokenizer)->pad_id(), 8);
+  EXPECT_EQ((*tokenizer)->vocabulary_size(), 11);
+  Write("tokenizer_config.json", R"({"added_tokens_decoder": {"11": {"content": "<x>", "special": true}}})");
+  EXPECT_THAT(ids("<x>a"), ElementsAre(11, 2));
+  EXPECT_EQ((*ClipTokenizer::Load(folder_))->pad_id(), 7);  // the decoder's presence makes the map old
+  for (const char* broken : {R"({"added_tokens_decoder": {"x": {}}})", R"({"added_tokens_decoder": {"1": 2}})",
+                             R"({"added_tokens_decoder": {"-1": {"content": "y"}}})"}) {
+    Write("tokenizer_config.json", broken);
+    EXPECT_EQ(ErrorReason(ClipTokenizer::Load(folder_).status()), "CORRUPT_FILE") << broken;
+  }
 }
 
 }  // namespace

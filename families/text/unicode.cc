@@ -5,9 +5,12 @@
 #include <utf8proc.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <iterator>
 #include <vector>
 
 #include "absl/base/internal/raw_logging.h"
+#include "families/text/unicode_tables.h"
 
 namespace latentd {
 namespace {
@@ -28,6 +31,12 @@ utf8proc_int32_t Next(absl::string_view& text) {
   const utf8proc_ssize_t n = utf8proc_iterate(Bytes(text), static_cast<utf8proc_ssize_t>(text.size()), &code);
   text.remove_prefix(n > 0 ? static_cast<size_t>(n) : 1);
   return n > 0 ? code : -1;
+}
+
+int32_t ToLower(int32_t code) {
+  const auto* pair = std::lower_bound(std::begin(kNewLowerCases), std::end(kNewLowerCases), code,
+                                      [](const LowerCasePair& p, int32_t c) { return p.capital < c; });
+  return pair != std::end(kNewLowerCases) && pair->capital == code ? pair->small : utf8proc_tolower(code);
 }
 
 // Unicode property White_Space.
@@ -115,7 +124,7 @@ std::string LowerCase(absl::string_view text) {
     if (code == kCapitalIWithDot) {
       out += "i\u0307";
     } else {
-      Append(utf8proc_tolower(code), out);
+      Append(ToLower(code), out);
     }
   }
   return out;
@@ -163,31 +172,6 @@ size_t TrailingWhitespace(absl::string_view text) {
     count += bytes;
   }
   return count;
-}
-
-std::vector<TextPiece> SplitAtTokens(absl::string_view text, const std::vector<std::string>& tokens) {
-  std::vector<TextPiece> pieces;
-  size_t begin = 0;
-  for (size_t at = 0; at < text.size();) {
-    int found = -1;
-    for (size_t i = 0; i < tokens.size(); ++i) {
-      const bool longer = found < 0 || tokens[i].size() > tokens[static_cast<size_t>(found)].size();
-      if (!tokens[i].empty() && longer && text.compare(at, tokens[i].size(), tokens[i]) == 0) {
-        found = static_cast<int>(i);
-      }
-    }
-    if (found < 0) {
-      ++at;
-      continue;
-    }
-    const size_t size = tokens[static_cast<size_t>(found)].size();
-    if (at > begin) pieces.push_back({text.substr(begin, at - begin), -1});
-    pieces.push_back({text.substr(at, size), found});
-    at += size;
-    begin = at;
-  }
-  if (begin < text.size()) pieces.push_back({text.substr(begin), -1});
-  return pieces;
 }
 
 struct Pattern::Impl {

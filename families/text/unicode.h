@@ -31,16 +31,6 @@ bool WordGoesOn(absl::string_view text, size_t at);
 size_t LeadingWhitespace(absl::string_view text);
 size_t TrailingWhitespace(absl::string_view text);
 
-// A piece of text between, or equal to, special tokens.
-struct TextPiece {
-  absl::string_view text;
-  int special = -1;  // index of the special token that this is, or -1
-};
-
-// Cuts `text` at every occurrence of one of `tokens`; of two that start at one place, the longer wins. Empty
-// pieces are left out. The pieces point into `text`.
-std::vector<TextPiece> SplitAtTokens(absl::string_view text, const std::vector<std::string>& tokens);
-
 // A compiled regular expression with Unicode classes. Immutable; any thread.
 class Pattern {
  public:

@@ -13,7 +13,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     for (const int64_t dim : tensor.shape) {
       if (dim < 0 || __builtin_mul_overflow(elements, dim, &elements)) std::abort();
     }
-    if (elements * latentd::ElementSize(tensor.dtype) != tensor.bytes) std::abort();
+    const int64_t element = latentd::ElementSize(tensor.dtype);
+    if (element > 0 && elements * element != tensor.bytes) std::abort();
     if (tensor.offset < 8 || tensor.bytes > static_cast<int64_t>(size) - tensor.offset) std::abort();
   }
   return 0;

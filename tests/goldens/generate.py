@@ -70,6 +70,8 @@ def main() -> None:
     import sd_variants
     import sd_schedules
     import sd_tiles
+    import tokenizer_layouts
+    import unicode_classes
 
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
@@ -91,6 +93,8 @@ def main() -> None:
     embeddings.write_all(args.out)
     samplers.write_all(args.out)
     schedulers.write_all(args.out)
+    tokenizer_layouts.write_all(args.out)
+    unicode_classes.write_all(args.out)
     file.write_text(wanted)
 
 
