@@ -364,16 +364,29 @@ def test_answers_that_are_not_read(daemon):
 
 
 def test_a_client_that_does_not_read_its_pictures_is_ended(start):
-    """It reads the first 100 bytes of the answer, and keeps the connection."""
-    daemon = start_on_tcp(start, "--reader-timeout", "1s")
-    request = denoise_pb2.GenerateRequest(model=MODEL, params=denoise_pb2.GenerateParams(
-        prompt="a red circle", seed=7, steps=2, width=256, height=256, count=4)).SerializeToString()
+    """It takes the first 100 bytes of each answer, and keeps the connection."""
+    daemon = start_on_tcp(start, "--reader-timeout", "1s", "--max-unread-bytes", "64KiB")
+
+    def generate(c, count):
+        request = denoise_pb2.GenerateRequest(model=MODEL, params=denoise_pb2.GenerateParams(
+            prompt="a red circle", seed=7, steps=2, width=256, height=256, count=count)).SerializeToString()
+        c.send(frame(DATA, 1, c.open(GENERATE), message(len(request)) + request))
+
+    def eventually(condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, daemon.log.read_text()
+            time.sleep(0.02)
+
+    def promised():
+        return daemon.stats().ram_budget.reserved_bytes
+
     c = Connection(daemon.tcp, settings=struct.pack(">HI", 4, 100))
-    stream = c.open(GENERATE)
-    c.send(frame(DATA, 1, stream, message(len(request)) + request))
-    while "reason=CLIENT_STALLED" not in daemon.log.read_text():
-        time.sleep(0.05)
-        assert daemon.process.poll() is None
+    generate(c, 1)      # the job is done, and its picture waits
+    eventually(lambda: daemon.log.read_text().count("job done") == 2 and promised() > 0)
+    eventually(lambda: promised() == 0)
+    generate(c, 16)     # the job waits for its reader
+    eventually(lambda: "reason=CLIENT_STALLED" in daemon.log.read_text())
     daemon.expect_all_released()
     assert not c.closed(0.1), "others may use the connection"
     c.close()
