@@ -114,7 +114,9 @@ TEST(ImageCodec, ARecordThatIsCutShortAnywhereIsNoneOrAPart) {
                            EncodeWebp(image.pixels, 8, 8, 90, notes)}) {
     for (size_t size = 0; size < file->size(); ++size) {
       const auto record = RecordIn(file->substr(0, size));
-      if (record) EXPECT_TRUE(record == notes.record) << size;
+      if (record) {
+        EXPECT_TRUE(record == notes.record) << size;
+      }
     }
   }
 }

@@ -28,6 +28,7 @@ constexpr int kAnswerPatience = 3;
 // Requests after which memory is given back to the system, and how often at most.
 constexpr int64_t kTrimBytes = 32 << 20;
 constexpr absl::Duration kTrimInterval = absl::Seconds(2);
+constexpr absl::Duration kIdle = absl::Seconds(5);  // without a session
 
 absl::Status JobNotFound(const std::string& job_id) {
   return MakeError(absl::StatusCode::kNotFound, "JOB_NOT_FOUND",
@@ -624,13 +625,20 @@ void SessionRegistry::WatchLeaving() {
   leaving_.insert(leaving_.end(), clients.begin(), clients.end());
 }
 
-// What requests took stays in the C library's free lists, in many places, and would stay for good.
+// What requests, and gRPC's calls, took stays in the C library's free lists, in many places, and would stay for good.
 void SessionRegistry::GiveBackMemory(absl::Time now) {
+  {
+    MutexLock lock(&mu_);
+    if (!sessions_.empty()) busy_until_ = now;
+  }
+  if (now - trimmed_ < kTrimInterval) return;
   const int64_t taken = core_->requests->taken_ever();
-  if (taken - trimmed_at_ < kTrimBytes || now - trimmed_ < kTrimInterval) return;
+  // While jobs run, fresh memory would cost them time.
+  const bool idle = now - busy_until_ > kIdle && static_cast<int64_t>(mallinfo2().fordblks) >= kTrimBytes;
+  if (taken - trimmed_at_ < kTrimBytes && !idle) return;
   malloc_trim(0);
   trimmed_at_ = taken;
-  trimmed_ = now;
+  trimmed_ = now + (idle ? kIdle : absl::ZeroDuration());
 }
 
 void SessionRegistry::Watch() {

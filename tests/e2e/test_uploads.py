@@ -273,7 +273,7 @@ def test_an_upload_that_is_being_placed_is_an_upload_to_who_deletes_it(daemon):
             delete(daemon, "uploads/placed")
             reasons.add("OK")
         except grpc.RpcError as error:
-            reasons.add(reason_of(error))
+            reasons.add(reason_of(error).reason)
     placing.join()
     assert reasons == {"OK", "LORA_NOT_FOUND"}
 

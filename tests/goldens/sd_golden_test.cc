@@ -144,7 +144,7 @@ INSTANTIATE_TEST_SUITE_P(
                     "sd15-embedding-compel", "sd15-embedding-long", "sdxl-embedding", "sdxl-embedding-compel",
                     "sd15-schedule", "sd15-schedule-image", "sd15-joined", "sdxl-schedule-joined",
                     "sd15-blend-heun", "sd15-blend-pndm", "sd15-image-lms", "sd15-image-pndm",
-                    "sdxl-blend-kdpm_2_a", "sd2-text", "sd2-image", "lcm-text", "lcm-image", "no-middle-text",
+                    "sdxl-blend-kdpm_2_a", "sd2-text", "sd2-image", "lcm-text", "no-middle-text",
                     "pruned-text", "pruned-image"),
     [](const auto& info) { return "Case" + std::to_string(info.index); });
 

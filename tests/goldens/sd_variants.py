@@ -114,8 +114,6 @@ def write_all(out: Path) -> None:
     sd_runs.run(out, "sd2-image", "tiny-sd2", **odd, steps=5, seeds=[53], sampler="dpmpp_2m", init=init, strength=0.6,
                 clip_skip=1)
     sd_runs.run(out, "lcm-text", "tiny-sd15-lcm", **even, steps=4, seeds=[54, 55], guidance=8.5, sampler="lcm")
-    sd_runs.run(out, "lcm-image", "tiny-sd15-lcm", **odd, steps=4, seeds=[56], guidance=1.5, sampler="lcm", init=init,
-                strength=0.7)
     sd_runs.run(out, "no-middle-text", "tiny-sd15-no-middle", **odd, steps=3, seeds=[57], negative=negative)
     sd_runs.run(out, "pruned-text", "tiny-sdxl-pruned", **odd, steps=4, seeds=[58, 59], guidance=5.0)
     sd_runs.run(out, "pruned-image", "tiny-sdxl-pruned", **even, steps=5, seeds=[60], guidance=5.0, init=init, strength=0.6)

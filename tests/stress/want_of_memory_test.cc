@@ -316,8 +316,9 @@ TEST(Priorities, AreCutToTheHighestThereIs) {
 
 // A parked job of priority 0 and a running one of 10 hold the memory that one of 20 wants.
 TEST(AParkedJob, GivesWayToAMoreUrgentOneAndLosesNothing) {
-  const v1::GenerateParams long_job = Sized(128, 400), urgent = Sized(192, 2);
-  v1::GenerateParams low_job = Sized(128, 200);
+  v1::GenerateParams long_job = Sized(128, 400), urgent = Sized(192, 2), low_job = Sized(128, 200);
+  // The VAE takes more than there will be.
+  for (v1::GenerateParams* job : {&long_job, &urgent, &low_job}) job->set_image_format(v1::IMAGE_FORMAT_LATENTS);
   Config config = InProcessServer::DefaultConfig({"sim:0=1GiB"});
   config.memory_wait_timeout = kForEver;
   config.priority_ageing = absl::InfiniteDuration();
