@@ -7,6 +7,7 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
@@ -62,7 +63,17 @@ constexpr absl::string_view kBeside[] = {
     "text_projection", "vision_model", "visual", "visual_projection", "vision_tower", "logit_scale", "logit_bias",
     "decoder", "lm_head"};
 
+// A layer of OpenCLIP's text encoder behind those that the network has: Stable Diffusion 2 reads all but the last one,
+// and its checkpoints have them all.
+bool IsLayerBehind(absl::string_view name, const ComponentLayout& layout) {
+  int64_t layer = 0;
+  return absl::ConsumePrefix(&name, "transformer.resblocks.") && absl::SimpleAtoi(name.substr(0, name.find('.')), &layer) &&
+         layout.Find("encoder.layers.0.layer_norm1.weight") &&
+         !layout.Find(absl::StrCat("encoder.layers.", layer, ".layer_norm1.weight"));
+}
+
 bool IsBeside(absl::string_view name, const ComponentLayout& layout) {
+  if (IsLayerBehind(name, layout)) return true;
   const absl::string_view head = name.substr(0, name.find('.'));
   if (std::find(std::begin(kBeside), std::end(kBeside), head) == std::end(kBeside)) return false;
   // "decoder" is a part of a VAE.
