@@ -49,11 +49,29 @@ class FakeReclaimer : public Reclaimer {
     MutexLock lock(&mu);
     return {idle, held};
   }
+  void GiveAllBack() {
+    std::vector<Reservation> all, others;  // which end without the mutex
+    MutexLock lock(&mu);
+    all.swap(evictable);
+    others.swap(kept);
+  }
   mutable Mutex mu;
   std::vector<Reservation> evictable;
   bool keep_next = false;  // the next one that is evicted goes to `kept`, as if somebody had a pointer to it
   std::vector<Reservation> kept;
   std::vector<HeldGroup> held;
+};
+
+// Reservations end before their budget, those of its reclaimer too.
+class ReclaimedBudget : public RamBudget {
+ public:
+  ReclaimedBudget(int64_t cap, FakeReclaimer& reclaimer) : RamBudget(cap), reclaimer_(reclaimer) {
+    set_reclaimer(&reclaimer);
+  }
+  ~ReclaimedBudget() { reclaimer_.GiveAllBack(); }
+
+ private:
+  FakeReclaimer& reclaimer_;
 };
 
 MemoryBudget::Request Ask(int64_t bytes, std::string owner = "a") {
@@ -96,8 +114,7 @@ TEST(MemoryBudget, WhatCanNeverFitIsRefusedAtOnce) {
 
 TEST(MemoryBudget, RoomIsMadeByEvictingWhatNobodyHolds) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   reclaimer.MayEvict(*budget.Reserve(Ask(90)));
   auto r = budget.Reserve(Ask(50));
   ASSERT_TRUE(r.ok()) << r.status();
@@ -106,8 +123,7 @@ TEST(MemoryBudget, RoomIsMadeByEvictingWhatNobodyHolds) {
 
 TEST(MemoryBudget, AloneInTheWayMeansRefusedAtOnceWithNumbers) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   Reservation lora = *budget.Reserve(Ask(60));
   lora.Commit();
   reclaimer.held = {{{"session-1"}, 60}};
@@ -178,8 +194,7 @@ TEST(MemoryBudget, AStopEndsAWait) {
 
 TEST(MemoryBudget, WhenAllHoldersWaitTheNewestIsRefusedAndTheRestGoesOn) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   Reservation a = *budget.Reserve(Ask(50, "a"));
   Reservation b = *budget.Reserve(Ask(50, "b"));
   a.Commit();
@@ -298,8 +313,7 @@ TEST(MemoryBudget, EveryUseHasAName) {
 
 TEST(MemoryBudget, TryReserveMakesRoomButNeverWaits) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   reclaimer.MayEvict(*budget.Reserve(Ask(40)));
   Reservation held = *budget.Reserve(Ask(50));
   held.Commit();
@@ -342,8 +356,7 @@ TEST(MemoryBudget, TryReserveGoesAheadOfWhoWaitsWhereThatDelaysNobody) {
 
 TEST(MemoryBudget, NothingIsEvictedInVain) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   reclaimer.MayEvict(*budget.Reserve(Ask(40)));
   Reservation held = *budget.Reserve(Ask(50));
   held.Commit();
@@ -355,8 +368,7 @@ TEST(MemoryBudget, NothingIsEvictedInVain) {
 TEST(MemoryBudget, WhatWasEvictedAndIsNotFreeYetDoesNotEndTheSearch) {
   for (bool wait : {true, false}) {
     FakeReclaimer reclaimer;
-    RamBudget budget(100);
-    budget.set_reclaimer(&reclaimer);
+    ReclaimedBudget budget(100, reclaimer);
     reclaimer.MayEvict(*budget.Reserve(Ask(50)));
     reclaimer.MayEvict(*budget.Reserve(Ask(50)));
     reclaimer.keep_next = true;
@@ -368,8 +380,7 @@ TEST(MemoryBudget, WhatWasEvictedAndIsNotFreeYetDoesNotEndTheSearch) {
 
 TEST(MemoryBudget, LoweringTheCapMakesRoomAndLeavesWhatRuns) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   reclaimer.MayEvict(*budget.Reserve(Ask(30)));
   Reservation running = *budget.Reserve(Ask(60));
   running.Commit();
