@@ -28,20 +28,6 @@ constexpr int kOwners = 6;
 constexpr int kKeys = 8;
 constexpr int kRam = 0, kDevice = 1;
 
-// Bytes that are claimed, and not there.
-class Claim : public Resource {
- public:
-  explicit Claim(int64_t bytes) : bytes_(bytes) {}
-  int64_t bytes() const override { return bytes_; }
-  absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device&, const std::vector<bool>&, const Resource*,
-                                                         std::stop_token) const override {
-    return absl::UnimplementedError("not copied");
-  }
-
- private:
-  const int64_t bytes_;
-};
-
 // A thread that does one thing after the other.
 class Worker {
  public:

@@ -158,20 +158,6 @@ TEST_F(ScenarioTest, ADroppedLoraStaysCountedWhileThePeerLoads) {
   EXPECT_EQ(lora.resource()->bytes(), kLora * kUnit);
 }
 
-// Bytes that are claimed, and not there.
-class Claim : public Resource {
- public:
-  explicit Claim(int64_t bytes) : bytes_(bytes) {}
-  int64_t bytes() const override { return bytes_; }
-  absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device&, const std::vector<bool>&, const Resource*,
-                                                         std::stop_token) const override {
-    return absl::UnimplementedError("not copied");
-  }
-
- private:
-  const int64_t bytes_;
-};
-
 // Plain LRU over bytes, to compare with.
 class PlainLru {
  public:

@@ -24,20 +24,6 @@ constexpr char kMark[] = ".comfy_quant";
 constexpr char kMarksOfFile[] = "_quantization_metadata";  // the same in the header, by module
 constexpr int64_t kMaxMarkBytes = 64 << 10;
 
-bool IsWeightType(DType type) {
-  switch (type) {
-    case DType::kF64:
-    case DType::kF32:
-    case DType::kF16:
-    case DType::kBF16:
-    case DType::kF8E4M3:
-    case DType::kF8E5M2:
-      return true;
-    default:
-      return false;
-  }
-}
-
 // ------------------------------------------------------------------------------------------------------- names
 
 // Names that checkpoints carry and no network uses.
@@ -288,7 +274,7 @@ WeightSources FindWeightSources(const WeightFiles& files, const ComponentLayout&
     } else if (IsKnown(name, layout)) {
       sources.known.push_back(tensor);
     } else {
-      const bool extra = !IsWeightType(entry.info->dtype) || IsBeside(name, layout);
+      const bool extra = !IsFloatingPoint(entry.info->dtype) || IsBeside(name, layout);
       (extra ? sources.extra : sources.unknown).push_back(tensor);
     }
   }
@@ -304,7 +290,7 @@ absl::Status CheckWeightSources(const WeightFiles& files, const ComponentLayout&
   for (size_t i = 0; i < decls.size(); ++i) {
     const auto& from = sources.by_slot[i];
     if (from.empty()) missing.push_back(decls[i].name);
-    odd = odd || from.empty() || !IsWeightType(files.tensors().at(from.front().tensor).info->dtype);
+    odd = odd || from.empty() || !IsFloatingPoint(files.tensors().at(from.front().tensor).info->dtype);
   }
   if (odd) RETURN_IF_ERROR(NameQuantisation(files, prefix));
   if (!missing.empty()) return Mismatch("tensors are missing", missing);
@@ -312,7 +298,7 @@ absl::Status CheckWeightSources(const WeightFiles& files, const ComponentLayout&
   for (size_t i = 0; i < decls.size(); ++i) {
     const WeightSource& from = sources.by_slot[i].front();
     const TensorInfo& info = *files.tensors().at(from.tensor).info;
-    if (!IsWeightType(info.dtype)) {
+    if (!IsFloatingPoint(info.dtype)) {
       return MakeError(absl::StatusCode::kUnimplemented, "UNSUPPORTED_DTYPE",
                        absl::StrCat("tensor ", from.tensor, " is ", DTypeName(info.dtype),
                                     "; weights are read in fp64, fp32, fp16, bf16 or fp8"),

@@ -6,14 +6,13 @@ import re
 import shutil
 import socket
 import struct
-import time
 
 import grpc
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from conftest import DEMO, LORAS, MODEL, Daemon, denoise_pb2, model_pb2, reason_of
+from conftest import DEMO, LORAS, MODEL, Daemon, denoise_pb2, eventually, model_pb2, reason_of
 
 SPIECE = "tokenizer_2/spiece.model"
 
@@ -44,13 +43,11 @@ def error_of(daemon, model):
 
 def log_with(daemon, text, within=10.0) -> str:
     """The log, once `text` is in it."""
-    deadline = time.monotonic() + within
-    while True:
-        log = daemon.log.read_bytes().decode(errors="surrogateescape")
-        if text in log or time.monotonic() > deadline:
-            assert text in log, log
-            return log
-        time.sleep(0.05)
+    def log():
+        return daemon.log.read_bytes().decode(errors="surrogateescape")
+
+    eventually(lambda: text in log(), within, log)
+    return log()
 
 
 def test_broken_sentencepiece_models_are_refused_and_the_daemon_goes_on(served):

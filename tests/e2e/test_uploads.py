@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from conftest import BIN, DEMO, model_pb2, reason_of
+from conftest import BIN, DEMO, eventually, model_pb2, reason_of
 
 DUSK = (DEMO / "loras/dusk.safetensors").read_bytes()
 CHECKER = (DEMO / "loras/checker.safetensors").read_bytes()
@@ -62,13 +62,6 @@ def stored(daemon):
     """Files in the upload folder, but for its lock."""
     root = daemon.folder / "uploads"
     return {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and p.name != ".lock"}
-
-
-def eventually(condition, within=20.0):
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Slow:
