@@ -50,21 +50,21 @@ class Holders {
   struct Holder {
     std::string owner;
     bool lasting = false;  // LockOptions::lasting
+    uint64_t number = 0;   // tells the locks of one owner apart: some may last, and others not any more
   };
 
   bool empty() const { return holders_.empty(); }
   size_t size() const { return holders_.size(); }
-  void Add(const std::string& owner, bool lasting) { holders_.push_back({owner, lasting}); }
-  // What was lasting may have become another since: ModelCache::WillEnd.
-  void Remove(const std::string& owner, bool lasting) {
-    auto last = holders_.end();
-    for (auto it = holders_.begin(); it != holders_.end(); ++it) {
-      if (it->owner != owner) continue;
-      last = it;
-      if (it->lasting == lasting) break;
-    }
-    if (last == holders_.end()) return;
-    std::swap(*last, holders_.back());
+  // Returns the lock's number.
+  uint64_t Add(const std::string& owner, bool lasting) {
+    holders_.push_back({owner, lasting, ++added_});
+    return added_;
+  }
+  void Remove(uint64_t number) {
+    const auto it =
+        std::find_if(holders_.begin(), holders_.end(), [&](const Holder& h) { return h.number == number; });
+    if (it == holders_.end()) return;
+    std::swap(*it, holders_.back());
     holders_.pop_back();
   }
   void WillEnd(const std::string& owner) {
@@ -86,6 +86,7 @@ class Holders {
 
  private:
   std::vector<Holder> holders_;
+  uint64_t added_ = 0;
 };
 
 // Those who wait for somebody's work. Guarded by the cache's mutex.
@@ -110,9 +111,17 @@ struct Residency {
   int64_t bytes = 0;
   std::vector<bool> resident;  // by block
   Holders holders;
+  uint64_t turn = 0;            // of the promise that the copy's last bytes came from
   bool moving_in = false;       // somebody works on it; whoever else wants it waits
+  std::string mover;            // who that is
   bool waits_for_room = false;  // and that somebody waits for memory
   Waiting waiting;
+
+  void LetGoOfMemory() {
+    copy = nullptr;
+    bytes = 0;
+    resident.clear();
+  }
 };
 
 struct CacheRecord {
@@ -124,14 +133,17 @@ struct CacheRecord {
   std::vector<std::string> sources;
   std::shared_ptr<const Resource> resource;  // shares an Accounted
 
-  // The rest is guarded by ModelCache::mu_.
+  // The rest is guarded by ModelCache::mu_, and changed through RecordIndex.
   std::weak_ptr<Accounted> accounted;
   std::set<std::string> names;  // Loader::name of all who asked for it
   Holders holders;
   std::map<Device*, Residency> residency;
   GreedyDual::Worth worth;
   absl::Time last_used;
+  uint64_t turn = 0;  // of the promise of its bytes
   bool indexed = false;
+  size_t slot = 0;    // RecordIndex's
+  uint64_t look = 0;  // RecordIndex's
 
   double cost() const { return GreedyDual::Cost(load_seconds, bytes); }
 };

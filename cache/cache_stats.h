@@ -10,6 +10,7 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "cache/greedy_dual.h"
 #include "cache/memory_budget.h"
 #include "cache/model_key.h"
 
@@ -33,6 +34,7 @@ struct RecordStats {
   bool stale = false;
   double load_seconds = 0;  // that its load took
   absl::Time last_used;     // taken or let go
+  GreedyDual::Worth worth;  // its place in the order of eviction; last_used is larger for later uses
   std::vector<ResidencyStats> residency;
 };
 
@@ -65,7 +67,7 @@ struct DeviceStats {
 };
 
 struct CacheStats {
-  std::vector<RecordStats> records;  // those that would go first, first; stale ones last
+  std::vector<RecordStats> records;  // in the order in which they would go, then held ones, then stale ones
   MemoryBudget::Stats ram;
   std::map<std::string, DeviceStats> devices;  // those with a budget of their own
   int64_t record_bytes = 0;                    // Σ bytes of `records`

@@ -35,6 +35,20 @@ inline std::vector<ResourceBlock> Blocks(int64_t staying, const std::vector<int6
   return blocks;
 }
 
+// Bytes that are claimed, and not there.
+class Claim : public Resource {
+ public:
+  explicit Claim(int64_t bytes) : bytes_(bytes) {}
+  int64_t bytes() const override { return bytes_; }
+  absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device&, const std::vector<bool>&, const Resource*,
+                                                         std::stop_token) const override {
+    return absl::UnimplementedError("not copied");
+  }
+
+ private:
+  const int64_t bytes_;
+};
+
 // A copy of a Blob on a device: one piece of memory for each block that is there.
 class BlobCopy : public Resource {
  public:

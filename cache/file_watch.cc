@@ -27,7 +27,9 @@ class Notes {
     MutexLock lock(&mu_);
     if (queue_ < 0) return -1;
     Drain();
-    const int watch = inotify_add_watch(queue_, absl::StrCat("/proc/self/fd/", fd).c_str(), IN_MODIFY);
+    // Added to what is watched for: where that is replaced by the same, a write at that moment is not noted.
+    const int watch =
+        inotify_add_watch(queue_, absl::StrCat("/proc/self/fd/", fd).c_str(), IN_MODIFY | IN_MASK_ADD);
     if (watch < 0) return watch;
     File& file = files_[watch];
     ++file.watches;

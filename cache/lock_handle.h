@@ -5,6 +5,7 @@
 #ifndef LATENTD_CACHE_LOCK_HANDLE_H_
 #define LATENTD_CACHE_LOCK_HANDLE_H_
 
+#include <algorithm>
 #include <memory>
 #include <string>
 
@@ -49,19 +50,19 @@ class LockHandle {
  private:
   friend class ModelCache;
   friend class DeviceLock;
-  LockHandle(ModelCache* cache, std::shared_ptr<CacheRecord> record, std::string owner, bool lasting,
+  LockHandle(ModelCache* cache, std::shared_ptr<CacheRecord> record, std::string owner, uint64_t number,
              bool counts)
       : cache_(cache),
         record_(std::move(record)),
         owner_(std::move(owner)),
-        lasting_(lasting),
+        number_(number),
         counts_(counts) {}
 
   ModelCache* cache_ = nullptr;
   std::shared_ptr<CacheRecord> record_;
   std::string owner_;
-  bool lasting_ = false;
-  bool counts_ = true;  // as a use of the record
+  uint64_t number_ = 0;  // among the record's holders
+  bool counts_ = true;   // as a use of the record
 };
 
 // Keeps a record usable on one device, and the working memory of what is done with it promised. Holds a lock
@@ -90,13 +91,15 @@ class DeviceLock {
   // What is resident, and the ring for the rest, whose bytes on the device this lock has promised.
   const ResidencyPlan& plan() const { return plan_; }
   int64_t working_bytes() const { return working_.bytes(); }
+  // Takes so much of the promise of working memory as what is left behind needs, at most all of it.
+  Reservation TakeWorking(int64_t bytes) { return working_.Split(std::min(bytes, working_.bytes())); }
 
   void Release();
 
  private:
   friend class ModelCache;
   LockHandle handle_;
-  bool lasting_ = false;
+  uint64_t number_ = 0;  // among the holders of what is on the device
   Device* device_ = nullptr;
   std::shared_ptr<const Resource> resource_;
   ResidencyPlan plan_;

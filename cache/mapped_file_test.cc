@@ -31,6 +31,12 @@ class MappedFileTest : public testing::Test {
     std::ofstream(path) << std::string(1 << 16, 'x');
   }
   void TearDown() override { std::filesystem::remove_all(folder); }
+  // A mapping of the file in a folder that holds nothing else.
+  std::shared_ptr<MappedFile> OpenAnew() {
+    TearDown();
+    SetUp();
+    return *MappedFile::Open(path);
+  }
   std::string folder, path;
 };
 
@@ -252,10 +258,7 @@ const Change kChanges[] = {
 TEST_F(MappedFileTest, WhatWasWrittenToHasChangedAndWhatGotAnotherNameModeOrPlaceHasNot) {
   for (const Change& change : kChanges) {
     SCOPED_TRACE(change.name);
-    std::filesystem::remove_all(folder);
-    std::filesystem::create_directories(folder);
-    Write(path, 'x', false);
-    auto file = *MappedFile::Open(path);
+    const auto file = OpenAnew();
     file->TakeSamples();
     EXPECT_TRUE(file->Check().ok());
     change.make(path, folder);
@@ -273,10 +276,7 @@ TEST_F(MappedFileTest, WhatWasWrittenToHasChangedAndWhatGotAnotherNameModeOrPlac
 TEST_F(MappedFileTest, AnIdentityOutlivesWhatChangesNoByteAndNoWriteAtAll) {
   for (const Change& change : kChanges) {
     SCOPED_TRACE(change.name);
-    std::filesystem::remove_all(folder);
-    std::filesystem::create_directories(folder);
-    Write(path, 'x', false);
-    auto file = *MappedFile::Open(path);
+    const auto file = OpenAnew();
     EXPECT_EQ(MappedFile::IdentityAt(path), file->identity());
     change.make(path, folder);
     const auto again = MappedFile::Open(path);
@@ -322,9 +322,8 @@ TEST_F(MappedFileTest, SamplesTellWhereNoWriteWasNoted) {
 TEST_F(MappedFileTest, WithoutAWatchTimesAndSamplesTell) {
   for (const Change& change : kChanges) {
     SCOPED_TRACE(change.name);
-    std::filesystem::remove_all(folder);
-    std::filesystem::create_directories(folder);
-    Write(path, 'x', false);
+    TearDown();
+    SetUp();
     FaultInjector::Arm(FaultPoint::kWatch, 1);
     auto file = *MappedFile::Open(path);
     ASSERT_TRUE(FaultInjector::Disarm());

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "cache/error.h"
 #include "cache/fault_injection.h"
 
@@ -41,27 +40,28 @@ Reservation& Reservation::operator=(Reservation&& other) noexcept {
     use_ = other.use_;
     committed_ = std::exchange(other.committed_, false);
     owner_ = std::move(other.owner_);
+    turn_ = other.turn_;
   }
   return *this;
 }
 
 void Reservation::Commit() {
   if (budget_ == nullptr || committed_) return;
-  budget_->Commit(bytes_, use_, owner_);
+  budget_->Commit(*this);
   committed_ = true;
 }
 
 Reservation Reservation::Split(int64_t bytes, MemoryUse use) {
   bytes = std::clamp<int64_t>(bytes, 0, bytes_);
   if (budget_ != nullptr && use != use_) budget_->ChangeUse(bytes, committed_, use_, use);
-  Reservation part(budget_, bytes, use, owner_);
+  Reservation part(budget_, bytes, use, owner_, turn_);
   part.committed_ = committed_;
   bytes_ -= bytes;
   return part;
 }
 
 void Reservation::PassTo(std::string owner) {
-  if (budget_ != nullptr && !committed_ && bytes_ > 0) budget_->ChangeOwner(bytes_, owner_, owner);
+  if (budget_ != nullptr && !committed_ && bytes_ > 0) budget_->ChangeOwner(*this, owner);
   owner_ = std::move(owner);
 }
 
@@ -70,7 +70,7 @@ void Reservation::ShrinkTo(int64_t bytes) {
 }
 
 void Reservation::Release() {
-  if (budget_ != nullptr) budget_->Give(bytes_, use_, committed_, owner_);
+  if (budget_ != nullptr) budget_->Give(*this);
   budget_ = nullptr;
   bytes_ = 0;
   committed_ = false;
@@ -79,26 +79,15 @@ void Reservation::Release() {
 // ---------------------------------------------------------------------------------------- MemoryBudget
 
 MemoryBudget::MemoryBudget(std::string name, int64_t cap_bytes) : name_(std::move(name)), cap_(cap_bytes) {
-  subscription_ = waits_->Subscribe([this] { Wake(); });
+  waits_->Join(this);
 }
 
-MemoryBudget::~MemoryBudget() { waits_->Unsubscribe(subscription_); }
+MemoryBudget::~MemoryBudget() { waits_->Quit(this); }
 
 void MemoryBudget::ShareWaits(const MemoryBudget& other) {
-  waits_->Unsubscribe(subscription_);
+  waits_->Quit(this);
   waits_ = other.waits_;
-  subscription_ = waits_->Subscribe([this] { Wake(); });
-}
-
-void MemoryBudget::LookAgain() {
-  if (waiters_.empty()) return;
-  ++epoch_;
-  changed_.SignalAll();
-}
-
-void MemoryBudget::Wake() {
-  MutexLock lock(&mu_);
-  LookAgain();
+  waits_->Join(this);
 }
 
 Reservation MemoryBudget::Take(const Request& request) {
@@ -106,49 +95,52 @@ Reservation MemoryBudget::Take(const Request& request) {
   uses_[static_cast<size_t>(request.use)].reserved_bytes += request.bytes;
   peak_ = std::max(peak_, in_use_ + reserved_);
   promised_[request.owner] += request.bytes;
-  return Reservation(this, request.bytes, request.use, request.owner);
+  turn_promised_ += request.bytes;
+  waits_->Moved();
+  return Reservation(this, request.bytes, request.use, request.owner, turn_);
 }
 
-void MemoryBudget::TakeOffPromised(int64_t bytes, const std::string& owner) {
-  auto it = promised_.find(owner);
-  if (it != promised_.end() && (it->second -= bytes) <= 0) promised_.erase(it);
+void MemoryBudget::TakeOffPromised(const Reservation& r) {
+  auto it = promised_.find(r.owner_);
+  if (it != promised_.end() && (it->second -= r.bytes_) <= 0) promised_.erase(it);
 }
 
-void MemoryBudget::Give(int64_t bytes, MemoryUse use, bool committed, const std::string& owner) {
-  MutexLock lock(&mu_);
-  Use& ledger = uses_[static_cast<size_t>(use)];
-  if (committed) {
-    in_use_ -= bytes;
-    ledger.in_use_bytes -= bytes;
+void MemoryBudget::Give(const Reservation& r) {
+  MutexLock lock(&waits_->mu_);
+  Use& ledger = uses_[static_cast<size_t>(r.use_)];
+  if (r.committed_) {
+    in_use_ -= r.bytes_;
+    ledger.in_use_bytes -= r.bytes_;
   } else {
-    reserved_ -= bytes;
-    ledger.reserved_bytes -= bytes;
-    TakeOffPromised(bytes, owner);
+    reserved_ -= r.bytes_;
+    ledger.reserved_bytes -= r.bytes_;
+    if (r.turn_ == turn_) turn_promised_ -= r.bytes_;
+    TakeOffPromised(r);
   }
-  ++epoch_;
-  changed_.SignalAll();
+  waits_->Moved();
 }
 
-void MemoryBudget::Commit(int64_t bytes, MemoryUse use, const std::string& owner) {
-  MutexLock lock(&mu_);
-  Use& ledger = uses_[static_cast<size_t>(use)];
-  reserved_ -= bytes;
-  ledger.reserved_bytes -= bytes;
-  in_use_ += bytes;
-  ledger.in_use_bytes += bytes;
-  TakeOffPromised(bytes, owner);
+void MemoryBudget::Commit(const Reservation& r) {
+  MutexLock lock(&waits_->mu_);
+  Use& ledger = uses_[static_cast<size_t>(r.use_)];
+  reserved_ -= r.bytes_;
+  ledger.reserved_bytes -= r.bytes_;
+  in_use_ += r.bytes_;
+  ledger.in_use_bytes += r.bytes_;
+  if (r.turn_ == turn_) turn_promised_ -= r.bytes_;
+  TakeOffPromised(r);
+  waits_->Moved();
 }
 
-void MemoryBudget::ChangeOwner(int64_t bytes, const std::string& from, const std::string& to) {
-  MutexLock lock(&mu_);
-  TakeOffPromised(bytes, from);
-  promised_[to] += bytes;
-  ++epoch_;  // who was stuck for these bytes no longer is
-  changed_.SignalAll();
+void MemoryBudget::ChangeOwner(const Reservation& r, const std::string& to) {
+  MutexLock lock(&waits_->mu_);
+  TakeOffPromised(r);
+  promised_[to] += r.bytes_;
+  waits_->Moved();  // who was stuck for these bytes no longer is
 }
 
 void MemoryBudget::ChangeUse(int64_t bytes, bool committed, MemoryUse from, MemoryUse to) {
-  MutexLock lock(&mu_);
+  MutexLock lock(&waits_->mu_);
   const auto field = committed ? &Use::in_use_bytes : &Use::reserved_bytes;
   uses_[static_cast<size_t>(from)].*field -= bytes;
   uses_[static_cast<size_t>(to)].*field += bytes;
@@ -157,28 +149,37 @@ void MemoryBudget::ChangeUse(int64_t bytes, bool committed, MemoryUse from, Memo
 void MemoryBudget::AskForeign() {
   if (!foreign_bytes_of_) return;
   const int64_t bytes = std::max<int64_t>(0, foreign_bytes_of_());
-  MutexLock lock(&mu_);
-  if (bytes < foreign_) {
-    ++epoch_;
-    changed_.SignalAll();
-  }
+  MutexLock lock(&waits_->mu_);
+  if (bytes < foreign_) waits_->Moved();
   foreign_ = bytes;
 }
 
-bool MemoryBudget::Stuck(const Reclaimer::Held& held, const WaitRegistry::Entry& entry) const {
-  if (waiters_.front() <= Obtainable(held)) return false;
-  std::set<std::string> owners = held.owners;
-  for (const auto& [owner, bytes] : promised_) owners.insert(owner);
-  return entry.NewestWhileAllWait(owners);
+Reclaimer::Held MemoryBudget::AskHeld() const {
+  return reclaimer_ == nullptr ? Reclaimer::Held() : reclaimer_->HeldByWhom();
+}
+
+// What other processes take is not lasting: nobody knows when they give it back.
+BudgetView MemoryBudget::View(Reclaimer::Held held) const {
+  return {.cap = cap_,
+          .at_once = Free() + held.idle_bytes,
+          .promised = promised_,
+          .held = std::move(held.groups),
+          .turn = turn_,
+          .turn_promised = turn_promised_};
+}
+
+void MemoryBudget::NewFirst() {
+  ++turn_;
+  turn_promised_ = 0;
 }
 
 absl::Status MemoryBudget::Refusal(absl::StatusCode code, const char* reason, const Request& request,
-                                   int64_t held, const std::string& why) const {
-  ErrorDetails details = {{"budget", name_},
-                          {"what", request.what},
-                          {"needed_bytes", absl::StrCat(request.bytes)},
-                          {"held_bytes", absl::StrCat(held)},
-                          {"cap_bytes", absl::StrCat(cap_)}};
+                                   int64_t held, const std::string& why, ErrorDetails details) const {
+  details.insert({{"budget", name_},
+                  {"what", request.what},
+                  {"needed_bytes", absl::StrCat(request.bytes)},
+                  {"held_bytes", absl::StrCat(held)},
+                  {"cap_bytes", absl::StrCat(cap_)}});
   if (foreign_ > 0) details["foreign_bytes"] = absl::StrCat(foreign_);
   return MakeError(
       code, reason,
@@ -188,129 +189,161 @@ absl::Status MemoryBudget::Refusal(absl::StatusCode code, const char* reason, co
       details);
 }
 
+absl::Status MemoryBudget::Exceeds(const Request& request, const char* why) {
+  if (request.bytes <= cap_) return absl::OkStatus();
+  return Refusal(absl::StatusCode::kFailedPrecondition, "MODEL_EXCEEDS_BUDGET", request, 0, why);
+}
+
+std::optional<Reservation> MemoryBudget::TakeAtOnce(const Request& request, bool* hopeless) {
+  // What somebody else does while this one looks makes it look again, for so long.
+  constexpr int kTries = 16;
+  for (int tries = 0; tries < kTries; ++tries) {
+    const int64_t idle = reclaimer_ == nullptr ? 0 : reclaimer_->IdleBytes();
+    int64_t missing = 0;
+    {
+      MutexLock lock(&waits_->mu_);
+      if (request.bytes == 0) return Take(request);
+      if (!waiters_.empty() || (hopeless != nullptr && request.bytes > Free() + idle)) {
+        waits_->analysis_ = nullptr;  // locks that were found at once moved nothing
+        const auto analysis = waits_->Look(waits_->moved_);
+        if (analysis == nullptr) continue;
+        const int me = waits_->IndexOf(this);
+        if (hopeless != nullptr) *hopeless = analysis->IsHopeless(me, request.owner, request.bytes);
+        if (!analysis->MayGoAhead(me, request.owner, request.bytes)) return std::nullopt;
+      }
+      missing = request.bytes - Free();
+      if (missing <= 0) return Take(request);
+      if (missing > idle) return std::nullopt;  // nothing goes in vain
+    }
+    // What goes may not be free yet: somebody can have kept a pointer to it.
+    if (reclaimer_->Reclaim(missing) > 0) tries = 0;
+  }
+  return std::nullopt;
+}
+
 absl::StatusOr<Reservation> MemoryBudget::TryReserve(const Request& request) {
   RETURN_IF_ERROR(MaybeFail(FaultPoint::kReserve, request.what));
   AskForeign();
-  bool more = reclaimer_ != nullptr;  // may be had from the reclaimer
-  while (true) {
-    int64_t missing = 0;
-    {
-      MutexLock lock(&mu_);
-      if (request.bytes > cap_) {
-        return Refusal(absl::StatusCode::kFailedPrecondition, "MODEL_EXCEEDS_BUDGET", request, 0,
-                       "it can never fit");
-      }
-      if (TakesAtOnce(request)) return Take(request);
-      if (!more || !waiters_.empty()) {
-        return Refusal(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", request, in_use_ + reserved_,
-                       "there is no room now; try again later");
-      }
-      missing = request.bytes - Free();
-    }
-    // Evicting what would not suffice helps nobody. What is evicted may not be free yet: somebody can have
-    // kept a pointer to it.
-    more = request.bytes <= ObtainableBytes() && reclaimer_->Reclaim(missing) > 0;
+  {
+    MutexLock lock(&waits_->mu_);
+    RETURN_IF_ERROR(Exceeds(request, "it can never fit"));
   }
+  bool hopeless = false;
+  if (auto taken = TakeAtOnce(request, &hopeless)) return *std::move(taken);
+  MutexLock lock(&waits_->mu_);
+  return Refusal(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", request, in_use_ + reserved_,
+                 "there is no room now; try again later",
+                 hopeless ? ErrorDetails{{"hopeless", "true"}} : ErrorDetails{});
 }
 
 int64_t MemoryBudget::ObtainableBytes() const {
-  const int64_t held = reclaimer_ == nullptr ? -1 : reclaimer_->HeldBytes().bytes;
-  MutexLock lock(&mu_);
-  return std::max<int64_t>(0, cap_ - foreign_ - reserved_ - (held < 0 ? in_use_ : held));
+  const int64_t idle = reclaimer_ == nullptr ? 0 : reclaimer_->IdleBytes();
+  MutexLock lock(&waits_->mu_);
+  return std::max<int64_t>(0, Free() + idle);
 }
 
 absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
   RETURN_IF_ERROR(MaybeFail(FaultPoint::kReserve, request.what));
   AskForeign();
   {
-    MutexLock lock(&mu_);
-    if (request.bytes > cap_) {
+    MutexLock lock(&waits_->mu_);
+    const absl::Status exceeds = Exceeds(request, "it can never fit; raise the cap or use a smaller model");
+    if (!exceeds.ok()) {
       ++refused_;
-      return Refusal(absl::StatusCode::kFailedPrecondition, "MODEL_EXCEEDS_BUDGET", request, 0,
-                     "it can never fit; raise the cap or use a smaller model");
+      return exceeds;
     }
-    if (TakesAtOnce(request)) return Take(request);
   }
-  // Both are declared before the lock is taken: their ends need mutexes.
-  WaitRegistry::Entry entry(waits_, request.owner, absl::StrCat(request.what, " in ", name_),
-                            /*refusable=*/true);
-  std::stop_callback wake(request.stop, [this] { Wake(); });
+  if (auto taken = TakeAtOnce(request, /*hopeless=*/nullptr)) return *std::move(taken);
+  return Wait(request);
+}
 
-  MutexLock lock(&mu_);
-  const auto me = waiters_.insert(waiters_.end(), request.bytes);
+absl::StatusOr<Reservation> MemoryBudget::Wait(const Request& request) {
+  CondVar woken;
+  uint64_t id = 0;
+  {
+    MutexLock lock(&waits_->mu_);
+    id = waits_->Enter({.view = {.owner = request.owner, .bytes = request.bytes},
+                        .what = absl::StrCat(request.what, " in ", name_),
+                        .budget = this,
+                        .wake = &woken});
+    if (waiters_.empty()) NewFirst();
+    waiters_.push_back(id);
+  }
+  // Declared without the mutex, which it takes: begins and ends so.
+  std::stop_callback stop(request.stop, [this, id] {
+    MutexLock lock(&waits_->mu_);
+    waits_->Wake(id);
+  });
+
+  MutexLock lock(&waits_->mu_);
   bool waited = false;
   // What comes after the end of the wait is decided before anybody else can look.
-  auto leave = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    entry.Over();
-    waiters_.erase(me);
-    ++epoch_;  // the next one may be first now
-    changed_.SignalAll();
+  auto leave = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(waits_->mu_) {
+    const bool first = waiters_.front() == id;
+    waiters_.remove(id);
+    if (first) NewFirst();
+    waits_->Leave(id);
   };
-  auto refuse = [&](absl::StatusCode code, const char* reason, int64_t held, const std::string& why)
-                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+  int64_t held = 0;
+  auto refuse = [&](absl::StatusCode code, const char* reason, const std::string& why, ErrorDetails details)
+                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(waits_->mu_) {
                       leave();
                       ++refused_;
-                      return Refusal(code, reason, request, held, why);
+                      return Refusal(code, reason, request, held, why, std::move(details));
                     };
 
   while (true) {
-    const uint64_t seen = epoch_;
-    const bool first = waiters_.begin() == me;
-    if (first && request.bytes <= Free()) {
-      leave();
-      return Take(request);
-    }
-    Reclaimer::Held held;
-    if (reclaimer_ != nullptr) {
-      mu_.Unlock();
-      held = reclaimer_->HeldBytes();
-      mu_.Lock();
-      const int64_t missing = request.bytes - Free();
-      // As in TryReserve: nothing goes in vain, and what went may not be free yet.
-      if (first && missing > 0 && request.bytes <= Obtainable(held)) {
-        mu_.Unlock();
-        const bool freed = reclaimer_->Reclaim(missing) > 0;
-        mu_.Lock();
-        if (freed) continue;
-      }
-    }
+    const uint64_t seen = waits_->moved_;
+    const auto analysis = waits_->Look(seen);
     if (request.stop.stop_requested()) {
       leave();
       return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while waiting for memory");
     }
-    if (epoch_ != seen) continue;
-    const int64_t in_the_way = held.bytes + reserved_;
-    if (Stuck(held, entry)) {
-      const bool others_hold = std::any_of(held.owners.begin(), held.owners.end(),
-                                           [&](const std::string& o) { return o != request.owner; });
-      if (!others_hold) {
-        return refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", in_the_way,
-                      "nothing else will be given back; use fewer LoRAs or raise the cap");
+    if (analysis == nullptr) continue;
+    held = analysis->HeldBytes(waits_->IndexOf(this)) + reserved_;
+    switch (analysis->Of(id)) {
+      case WaitAnalysis::Verdict::kTake: {
+        const int64_t missing = request.bytes - Free();
+        if (missing <= 0) {
+          Reservation taken = Take(request);  // before the next one is the first
+          leave();
+          return taken;
+        }
+        waits_->mu_.Unlock();
+        const int64_t freed = reclaimer_ == nullptr ? 0 : reclaimer_->Reclaim(missing);
+        waits_->mu_.Lock();
+        // Whoever took the rest meanwhile is seen at the next look.
+        if (freed == 0) waits_->Moved();
+        continue;
       }
-      const std::string cycle = absl::StrJoin(waits_->List(), "; ");
-      const absl::Status status = refuse(absl::StatusCode::kAborted, "BUDGET_CYCLE", in_the_way,
-                                         "all of it by work that waits for memory too; try again");
-      ErrorDetails details = GetErrorDetails(status);
-      details["cycle"] = cycle;
-      return MakeError(status.code(), "BUDGET_CYCLE", status.message(), details);
+      case WaitAnalysis::Verdict::kHopeless:
+        return refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED",
+                      "what is held for good and by the asker itself leaves no room; use fewer LoRAs, unpin "
+                      "what is pinned, or raise the cap",
+                      {{"hopeless", "true"}});
+      case WaitAnalysis::Verdict::kDeadlock:
+        return refuse(absl::StatusCode::kAborted, "BUDGET_CYCLE",
+                      "what is in the way is held by work that waits for memory too; try again",
+                      {{"cycle", waits_->Say(analysis->deadlock())}});
+      case WaitAnalysis::Verdict::kWait:
+        break;
     }
     if (!waited) {
       waited = true;
       ++waits_ever_;
     }
-    // What others do with the memory is not announced: it is asked for now and then.
-    const absl::Time look_again = foreign_bytes_of_
-                                      ? std::min(request.deadline, absl::Now() + absl::Milliseconds(200))
-                                      : request.deadline;
-    const bool late = changed_.WaitWithDeadline(&mu_, look_again);
-    if (late && epoch_ == seen && absl::Now() >= request.deadline) {
-      return refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", in_the_way,
-                    "it was not given back in time; try again later");
+    if (absl::Now() >= request.deadline) {
+      return refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED",
+                    "it was not given back in time; try again later", {});
     }
-    if (late && foreign_bytes_of_) {
-      mu_.Unlock();
+    // What others do with the memory is not announced: it is asked for now and then.
+    waits_->Sleep(id, *analysis,
+                  foreign_bytes_of_ ? std::min(request.deadline, absl::Now() + absl::Milliseconds(200))
+                                    : request.deadline);
+    if (foreign_bytes_of_) {
+      waits_->mu_.Unlock();
       AskForeign();
-      mu_.Lock();
+      waits_->mu_.Lock();
     }
   }
 }
@@ -318,9 +351,9 @@ absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
 void MemoryBudget::NotifyReclaimable() {
   int64_t over = 0;
   {
-    MutexLock lock(&mu_);
+    MutexLock lock(&waits_->mu_);
     over = -Free();
-    LookAgain();
+    waits_->Moved();
   }
   if (over > 0 && reclaimer_ != nullptr) reclaimer_->Reclaim(over);
 }
@@ -328,17 +361,21 @@ void MemoryBudget::NotifyReclaimable() {
 void MemoryBudget::set_cap(int64_t cap_bytes) {
   int64_t over = 0;
   {
-    MutexLock lock(&mu_);
+    MutexLock lock(&waits_->mu_);
     cap_ = cap_bytes;
     over = -Free();
-    ++epoch_;
-    changed_.SignalAll();
+    waits_->Moved();
   }
   if (over > 0 && reclaimer_ != nullptr) reclaimer_->Reclaim(over);
 }
 
+int64_t MemoryBudget::cap_bytes() const {
+  MutexLock lock(&waits_->mu_);
+  return cap_;
+}
+
 MemoryBudget::Stats MemoryBudget::stats() const {
-  MutexLock lock(&mu_);
+  MutexLock lock(&waits_->mu_);
   return {.cap_bytes = cap_,
           .foreign_bytes = foreign_,
           .in_use_bytes = in_use_,

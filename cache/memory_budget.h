@@ -27,7 +27,8 @@
 #include <limits>
 #include <list>
 #include <map>
-#include <set>
+#include <memory>
+#include <optional>
 #include <stop_token>
 #include <string>
 #include <utility>
@@ -37,7 +38,9 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "cache/error.h"
 #include "cache/mutex.h"
+#include "cache/wait_analysis.h"
 #include "cache/wait_registry.h"
 
 namespace latentd {
@@ -70,6 +73,8 @@ class Reservation {
   int64_t bytes() const { return bytes_; }
   bool committed() const { return committed_; }
   MemoryUse use() const { return use_; }
+  // Of its budget when this was taken: what went ahead of somebody who waits is told by it.
+  uint64_t turn() const { return turn_; }
 
   // Turns promised bytes into bytes in use. No-op when committed or empty.
   void Commit();
@@ -90,14 +95,15 @@ class Reservation {
 
  private:
   friend class MemoryBudget;
-  Reservation(MemoryBudget* budget, int64_t bytes, MemoryUse use, std::string owner)
-      : budget_(budget), bytes_(bytes), use_(use), owner_(std::move(owner)) {}
+  Reservation(MemoryBudget* budget, int64_t bytes, MemoryUse use, std::string owner, uint64_t turn)
+      : budget_(budget), bytes_(bytes), use_(use), owner_(std::move(owner)), turn_(turn) {}
 
   MemoryBudget* budget_ = nullptr;
   int64_t bytes_ = 0;
   MemoryUse use_ = MemoryUse::kWorking;
   bool committed_ = false;
   std::string owner_;
+  uint64_t turn_ = 0;
 };
 
 // What a budget asks of whoever holds the bytes. Implemented by ModelCache.
@@ -108,12 +114,18 @@ class Reclaimer {
   // Frees at least `bytes` if that can be done without touching anything in use. Returns the bytes freed.
   virtual int64_t Reclaim(int64_t bytes) = 0;
 
-  // Bytes that Reclaim cannot free now, because somebody holds them; and who those holders are.
+  // Bytes that Reclaim can free now, for nobody holds them.
+  virtual int64_t IdleBytes() const = 0;
+
+  // Bytes that Reclaim cannot free now, for somebody holds them.
+  virtual int64_t HeldBytes() const = 0;
+
+  // Both at one moment, and who the holders are.
   struct Held {
-    int64_t bytes = 0;
-    std::set<std::string> owners;
+    int64_t idle_bytes = 0;
+    std::vector<HeldGroup> groups = {};
   };
-  virtual Held HeldBytes() const = 0;
+  virtual Held HeldByWhom() const = 0;
 };
 
 class MemoryBudget {
@@ -154,27 +166,33 @@ class MemoryBudget {
   MemoryBudget(const MemoryBudget&) = delete;
   MemoryBudget& operator=(const MemoryBudget&) = delete;
 
-  // Set once, before the first Reserve(); may be null. Must outlive the last Reserve().
+  // Set once, before the first Reserve(); may be null. Must outlive the last Reserve() of all budgets that
+  // share waits.
   void set_reclaimer(Reclaimer* reclaimer) { reclaimer_ = reclaimer; }
 
-  // Makes this budget one of those whose waits are looked at together. Before the first Reserve().
+  // Makes this budget one of those whose waits are looked at together. Before the first Reserve(); they all
+  // outlive the last wait of any of them.
   void ShareWaits(const MemoryBudget& other);
   const std::shared_ptr<WaitRegistry>& waits() const { return waits_; }
 
-  // Promises bytes, making room through the Reclaimer if needed, else waiting in FIFO order. Errors:
+  // Promises bytes, making room through the Reclaimer if needed, else waiting: in order, but what delays
+  // nobody who came before goes ahead (wait_analysis.h has the rules). Errors:
   //   FAILED_PRECONDITION MODEL_EXCEEDS_BUDGET   more than the cap: could never fit
-  //   RESOURCE_EXHAUSTED  BUDGET_EXHAUSTED       nobody but the caller holds what is in the way, or the
-  //                                              deadline came; details: needed, held, cap
-  //   ABORTED             BUDGET_CYCLE           all holders wait, and this request is the newest of all;
-  //                                              detail "cycle" says who waits for what
+  //   RESOURCE_EXHAUSTED  BUDGET_EXHAUSTED       the deadline came; or at once, with detail "hopeless": what
+  //   is
+  //                                              lasting and what the caller itself holds leave no room, so
+  //                                              that no wait could end well. Details: needed, held, cap
+  //   ABORTED             BUDGET_CYCLE           those who hold what is in the way all wait for each other,
+  //                                              this one among them, and it is the newest; detail "cycle"
+  //                                              says who waits for what
   //   CANCELLED           CANCELLED              `stop` was requested
   absl::StatusOr<Reservation> Reserve(const Request& request);
 
-  // The same without waiting: makes room, and overtakes nobody who waits. Errors: MODEL_EXCEEDS_BUDGET and
-  // BUDGET_EXHAUSTED as above. Not counted as refused: the caller has another way.
+  // The same without waiting: makes room, and goes ahead of those who wait by the same rules. Errors:
+  // MODEL_EXCEEDS_BUDGET and BUDGET_EXHAUSTED as above. Not counted as refused: the caller has another way.
   absl::StatusOr<Reservation> TryReserve(const Request& request);
 
-  // What a TryReserve could get now: the cap less what is promised and what somebody holds.
+  // What is free, or is when what nobody holds is gone.
   int64_t ObtainableBytes() const;
 
   // Lets waiting requests look again, and makes up for a cap that was lowered meanwhile. The cache calls it,
@@ -190,57 +208,57 @@ class MemoryBudget {
   void set_foreign(std::function<int64_t()> foreign) { foreign_bytes_of_ = std::move(foreign); }
 
   Stats stats() const;
+  int64_t cap_bytes() const;
   const std::string& name() const { return name_; }
 
  private:
   friend class Reservation;
+  friend class WaitRegistry;
 
   // Bytes that are neither promised nor in use; below 0 after the cap was lowered.
-  int64_t Free() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return cap_ - foreign_ - in_use_ - reserved_; }
-  // What is left when everything that nobody holds is gone.
-  int64_t Obtainable(const Reclaimer::Held& held) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return cap_ - foreign_ - reserved_ - held.bytes;
-  }
-  // Nothing (0 bytes) waits for nobody.
-  bool TakesAtOnce(const Request& request) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return request.bytes == 0 || (waiters_.empty() && request.bytes <= Free());
+  int64_t Free() const ABSL_SHARED_LOCKS_REQUIRED(waits_->mu_) {
+    return cap_ - foreign_ - in_use_ - reserved_;
   }
   void AskForeign();
-  Reservation Take(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // True when the first waiter cannot be served and everybody who holds bytes is waiting too, so that no wait
-  // can end by itself; and `entry` is the newest of all, which is to be refused.
-  bool Stuck(const Reclaimer::Held& held, const WaitRegistry::Entry& entry) const
-      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  Reservation Take(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(waits_->mu_);
+  // Takes what is there or can be made room for, if that delays nobody. Empty: it has to wait. `hopeless`,
+  // where not null, says then whether a wait could end well.
+  std::optional<Reservation> TakeAtOnce(const Request& request, bool* hopeless);
+  absl::StatusOr<Reservation> Wait(const Request& request);
+  absl::Status Exceeds(const Request& request, const char* why) ABSL_SHARED_LOCKS_REQUIRED(waits_->mu_);
   absl::Status Refusal(absl::StatusCode code, const char* reason, const Request& request, int64_t held,
-                       const std::string& why) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+                       const std::string& why, ErrorDetails details = {}) const
+      ABSL_SHARED_LOCKS_REQUIRED(waits_->mu_);
 
-  void Wake();
-  void LookAgain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // For the registry: what is held, which takes the holder's mutex; and all of it, as it is judged.
+  Reclaimer::Held AskHeld() const;
+  BudgetView View(Reclaimer::Held held) const ABSL_SHARED_LOCKS_REQUIRED(waits_->mu_);
+  // The first of those who wait is another one: from now on it is counted anew what goes ahead of it.
+  void NewFirst() ABSL_EXCLUSIVE_LOCKS_REQUIRED(waits_->mu_);
+
   void ChangeUse(int64_t bytes, bool committed, MemoryUse from, MemoryUse to);
-  void Give(int64_t bytes, MemoryUse use, bool committed, const std::string& owner);
-  void Commit(int64_t bytes, MemoryUse use, const std::string& owner);
-  void ChangeOwner(int64_t bytes, const std::string& from, const std::string& to);
-  void TakeOffPromised(int64_t bytes, const std::string& owner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Give(const Reservation& r);
+  void Commit(const Reservation& r);
+  void ChangeOwner(const Reservation& r, const std::string& to);
+  void TakeOffPromised(const Reservation& r) ABSL_EXCLUSIVE_LOCKS_REQUIRED(waits_->mu_);
 
   const std::string name_;
   Reclaimer* reclaimer_ = nullptr;
   std::function<int64_t()> foreign_bytes_of_;
-  std::shared_ptr<WaitRegistry> waits_ = std::make_shared<WaitRegistry>();
-  uint64_t subscription_ = 0;
+  std::shared_ptr<WaitRegistry> waits_ = std::make_shared<WaitRegistry>();  // has the mutex
 
-  mutable Mutex mu_;
-  CondVar changed_;
-  int64_t cap_ ABSL_GUARDED_BY(mu_);
-  int64_t foreign_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t in_use_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t reserved_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t peak_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t waits_ever_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t refused_ ABSL_GUARDED_BY(mu_) = 0;
-  std::array<Use, kMemoryUses> uses_ ABSL_GUARDED_BY(mu_);
-  uint64_t epoch_ ABSL_GUARDED_BY(mu_) = 0;          // moves whenever a waiter may have become able to go on
-  std::list<int64_t> waiters_ ABSL_GUARDED_BY(mu_);  // bytes they wait for, oldest first
-  std::map<std::string, int64_t> promised_ ABSL_GUARDED_BY(mu_);  // uncommitted bytes by owner
+  int64_t cap_ ABSL_GUARDED_BY(waits_->mu_);
+  int64_t foreign_ ABSL_GUARDED_BY(waits_->mu_) = 0;
+  int64_t in_use_ ABSL_GUARDED_BY(waits_->mu_) = 0;
+  int64_t reserved_ ABSL_GUARDED_BY(waits_->mu_) = 0;
+  int64_t peak_ ABSL_GUARDED_BY(waits_->mu_) = 0;
+  int64_t waits_ever_ ABSL_GUARDED_BY(waits_->mu_) = 0;
+  int64_t refused_ ABSL_GUARDED_BY(waits_->mu_) = 0;
+  std::array<Use, kMemoryUses> uses_ ABSL_GUARDED_BY(waits_->mu_);
+  std::list<uint64_t> waiters_ ABSL_GUARDED_BY(waits_->mu_);              // ids of waits, oldest first
+  uint64_t turn_ ABSL_GUARDED_BY(waits_->mu_) = 0;                        // moves with the first of waiters_
+  int64_t turn_promised_ ABSL_GUARDED_BY(waits_->mu_) = 0;                // promised bytes of this turn
+  std::map<std::string, int64_t> promised_ ABSL_GUARDED_BY(waits_->mu_);  // uncommitted bytes by owner
 };
 
 class RamBudget : public MemoryBudget {

@@ -32,15 +32,46 @@ class FakeReclaimer : public Reclaimer {
     r.Commit();
     evictable.push_back(std::move(r));
   }
-  Held HeldBytes() const override {
+  int64_t IdleBytes() const override {
     MutexLock lock(&mu);
-    return held;
+    int64_t sum = 0;
+    for (const Reservation& r : evictable) sum += r.bytes();
+    return sum;
+  }
+  int64_t HeldBytes() const override {
+    MutexLock lock(&mu);
+    int64_t sum = 0;
+    for (const HeldGroup& group : held) sum += group.bytes;
+    return sum;
+  }
+  Held HeldByWhom() const override {
+    const int64_t idle = IdleBytes();
+    MutexLock lock(&mu);
+    return {idle, held};
+  }
+  void GiveAllBack() {
+    std::vector<Reservation> all, others;  // which end without the mutex
+    MutexLock lock(&mu);
+    all.swap(evictable);
+    others.swap(kept);
   }
   mutable Mutex mu;
   std::vector<Reservation> evictable;
   bool keep_next = false;  // the next one that is evicted goes to `kept`, as if somebody had a pointer to it
   std::vector<Reservation> kept;
-  Held held;
+  std::vector<HeldGroup> held;
+};
+
+// Reservations end before their budget, those of its reclaimer too.
+class ReclaimedBudget : public RamBudget {
+ public:
+  ReclaimedBudget(int64_t cap, FakeReclaimer& reclaimer) : RamBudget(cap), reclaimer_(reclaimer) {
+    set_reclaimer(&reclaimer);
+  }
+  ~ReclaimedBudget() { reclaimer_.GiveAllBack(); }
+
+ private:
+  FakeReclaimer& reclaimer_;
 };
 
 MemoryBudget::Request Ask(int64_t bytes, std::string owner = "a") {
@@ -83,8 +114,7 @@ TEST(MemoryBudget, WhatCanNeverFitIsRefusedAtOnce) {
 
 TEST(MemoryBudget, RoomIsMadeByEvictingWhatNobodyHolds) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   reclaimer.MayEvict(*budget.Reserve(Ask(90)));
   auto r = budget.Reserve(Ask(50));
   ASSERT_TRUE(r.ok()) << r.status();
@@ -93,11 +123,10 @@ TEST(MemoryBudget, RoomIsMadeByEvictingWhatNobodyHolds) {
 
 TEST(MemoryBudget, AloneInTheWayMeansRefusedAtOnceWithNumbers) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   Reservation lora = *budget.Reserve(Ask(60));
   lora.Commit();
-  reclaimer.held = {60, {"session-1"}};
+  reclaimer.held = {{{"session-1"}, 60}};
   auto r = budget.Reserve(Ask(50, "session-1"));
   EXPECT_EQ(r.status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(ErrorReason(r.status()), "BUDGET_EXHAUSTED");
@@ -165,13 +194,12 @@ TEST(MemoryBudget, AStopEndsAWait) {
 
 TEST(MemoryBudget, WhenAllHoldersWaitTheNewestIsRefusedAndTheRestGoesOn) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   Reservation a = *budget.Reserve(Ask(50, "a"));
   Reservation b = *budget.Reserve(Ask(50, "b"));
   a.Commit();
   b.Commit();
-  reclaimer.held = {100, {"a", "b"}};
+  reclaimer.held = {{{"a"}, 50}, {{"b"}, 50}};
   std::thread older([&] { EXPECT_TRUE(budget.Reserve(Ask(30, "a")).ok()); });
   WaitUntil([&] { return budget.stats().waiting == 1; });
   auto newer = budget.Reserve(Ask(30, "b"));
@@ -181,7 +209,7 @@ TEST(MemoryBudget, WhenAllHoldersWaitTheNewestIsRefusedAndTheRestGoesOn) {
   EXPECT_EQ(GetErrorDetails(newer.status()).at("held_bytes"), "100");
   {
     MutexLock lock(&reclaimer.mu);
-    reclaimer.held = {50, {"a"}};
+    reclaimer.held = {{{"a"}, 50}};
   }
   b.Release();
   older.join();
@@ -285,12 +313,11 @@ TEST(MemoryBudget, EveryUseHasAName) {
 
 TEST(MemoryBudget, TryReserveMakesRoomButNeverWaits) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   reclaimer.MayEvict(*budget.Reserve(Ask(40)));
   Reservation held = *budget.Reserve(Ask(50));
   held.Commit();
-  reclaimer.held = {50, {"a"}};
+  reclaimer.held = {{{"a"}, 50}};
   EXPECT_EQ(budget.ObtainableBytes(), 50);
   EXPECT_EQ(ErrorReason(budget.TryReserve(Ask(51)).status()), "BUDGET_EXHAUSTED");
   EXPECT_EQ(reclaimer.evictable.size(), 1u);  // it would not have sufficed
@@ -310,27 +337,30 @@ TEST(MemoryBudget, WithoutAReclaimerOnlyWhatIsFreeCanBeHad) {
   EXPECT_TRUE(budget.TryReserve(Ask(40)).ok());
 }
 
-TEST(MemoryBudget, TryReserveOvertakesNobodyWhoWaits) {
+TEST(MemoryBudget, TryReserveGoesAheadOfWhoWaitsWhereThatDelaysNobody) {
   RamBudget budget(100);
-  Reservation all = *budget.Reserve(Ask(90, "holder"));
+  Reservation all = *budget.Reserve(Ask(70, "holder"));
   std::thread waiter([&] { EXPECT_TRUE(budget.Reserve(Ask(80, "waiter")).ok()); });
   WaitUntil([&] { return budget.stats().waiting == 1; });
-  EXPECT_EQ(ErrorReason(budget.TryReserve(Ask(5)).status()), "BUDGET_EXHAUSTED");
+  // 20 are left beside the 80, whatever the holder does.
+  EXPECT_EQ(ErrorReason(budget.TryReserve(Ask(21)).status()), "BUDGET_EXHAUSTED");
+  Reservation beside = *budget.TryReserve(Ask(15));
+  EXPECT_EQ(ErrorReason(budget.TryReserve(Ask(6)).status()), "BUDGET_EXHAUSTED");
+  beside.Release();
+  beside = *budget.TryReserve(Ask(20));
   EXPECT_TRUE(budget.TryReserve(Ask(0)).ok());  // nothing is always there
   EXPECT_TRUE(budget.Reserve(Ask(0)).ok());
   all.Release();
   waiter.join();
-  EXPECT_TRUE(budget.TryReserve(Ask(5)).ok());
 }
 
 TEST(MemoryBudget, NothingIsEvictedInVain) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   reclaimer.MayEvict(*budget.Reserve(Ask(40)));
   Reservation held = *budget.Reserve(Ask(50));
   held.Commit();
-  reclaimer.held = {50, {"a"}};
+  reclaimer.held = {{{"a"}, 50}};
   EXPECT_EQ(ErrorReason(budget.Reserve(Ask(60, "a")).status()), "BUDGET_EXHAUSTED");
   EXPECT_EQ(reclaimer.evictable.size(), 1u);
 }
@@ -338,8 +368,7 @@ TEST(MemoryBudget, NothingIsEvictedInVain) {
 TEST(MemoryBudget, WhatWasEvictedAndIsNotFreeYetDoesNotEndTheSearch) {
   for (bool wait : {true, false}) {
     FakeReclaimer reclaimer;
-    RamBudget budget(100);
-    budget.set_reclaimer(&reclaimer);
+    ReclaimedBudget budget(100, reclaimer);
     reclaimer.MayEvict(*budget.Reserve(Ask(50)));
     reclaimer.MayEvict(*budget.Reserve(Ask(50)));
     reclaimer.keep_next = true;
@@ -351,12 +380,11 @@ TEST(MemoryBudget, WhatWasEvictedAndIsNotFreeYetDoesNotEndTheSearch) {
 
 TEST(MemoryBudget, LoweringTheCapMakesRoomAndLeavesWhatRuns) {
   FakeReclaimer reclaimer;
-  RamBudget budget(100);
-  budget.set_reclaimer(&reclaimer);
+  ReclaimedBudget budget(100, reclaimer);
   reclaimer.MayEvict(*budget.Reserve(Ask(30)));
   Reservation running = *budget.Reserve(Ask(60));
   running.Commit();
-  reclaimer.held = {60, {"a"}};
+  reclaimer.held = {{{"a"}, 60}};
   budget.set_cap(95);
   EXPECT_EQ(reclaimer.evictable.size(), 1u);  // they fit still
   budget.set_cap(50);
@@ -412,8 +440,8 @@ TEST(MemoryBudget, ACycleIsSeenOverAllBudgetsThatBelongTogether) {
     Reservation b = *device.Reserve(Ask(100, "b"));
     a.Commit();
     b.Commit();
-    of_ram.held = {100, {"a"}};
-    of_device.held = {100, {"b"}};
+    of_ram.held = {{{"a"}, 100}};
+    of_device.held = {{{"b"}, 100}};
     std::thread older([&] { EXPECT_TRUE(device.Reserve(Ask(10, "a")).ok()); });
     WaitUntil([&] { return ram.waits()->Waits("a"); });
     auto newer = ram.Reserve(Ask(10, "b"));

@@ -17,8 +17,9 @@
 //     RamBudget in_use_bytes  =  Σ bytes of the records in Stats()  +  of those whose memory is being freed
 //
 // Records go in the order of GreedyDual (greedy_dual.h): by what it costs to load them again, against how
-// long ago they were used. On a device with memory of its own a record's copy is its residency: none, part,
-// all. One host copy serves all devices.
+// long ago they were used. Conditioning goes when it is the least recently used, or beyond a share of its
+// own. On a device with memory of its own a record's copy is its residency: none, part, all. One host copy
+// serves all devices.
 //
 // Thread-safe. Lock() may block (disk, memory): call it from a loader thread, never from an executor or an
 // RPC thread. The cache must outlive its handles, the budget and the devices must outlive the cache.
@@ -34,7 +35,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <set>
 #include <stop_token>
 #include <string>
 #include <vector>
@@ -57,6 +57,7 @@
 namespace latentd {
 
 struct LeavingBytes;
+class RecordIndex;
 
 // What a load gets from the cache, and reports to it. Used on the loading thread only.
 class LoadContext {
@@ -136,8 +137,8 @@ class ModelCache : public Reclaimer {
   // DEADLINE_EXCEEDED, UNAVAILABLE SHUTTING_DOWN.
   absl::StatusOr<LockHandle> Lock(const ModelKey& key, const Loader& loader, const LockOptions& options);
 
-  // All or nothing, in the order of `requests`. Memory for what is missing is promised up front and records
-  // are taken in key order, so that two callers cannot block each other.
+  // All or nothing, in the order of `requests`. What others load already is waited for; memory for the rest
+  // is promised up front, and nobody else loads it from then on, so that two callers cannot block each other.
   absl::StatusOr<std::vector<LockHandle>> LockAll(absl::Span<const LockRequest> requests,
                                                   const LockOptions& options);
 
@@ -160,6 +161,10 @@ class ModelCache : public Reclaimer {
   absl::StatusOr<DeviceLock> LockOnDevice(const LockHandle& handle, Device& device,
                                           const DeviceLockOptions& options);
 
+  // From now on the lock is `owner`'s, and lasting or not (LockOptions::lasting). REQUIRES: not empty.
+  void HandOver(LockHandle& handle, const std::string& owner, bool lasting);
+  void HandOver(DeviceLock& lock, const std::string& owner, bool lasting);
+
   // `owner` comes to its end by itself: its locks are not lasting any more.
   void WillEnd(const std::string& owner);
 
@@ -180,14 +185,31 @@ class ModelCache : public Reclaimer {
   // Evicts unlocked records that nobody took or let go of since `time`. Returns the bytes freed.
   int64_t EvictUnusedSince(absl::Time time);
 
-  // Takes unlocked copies off a device, until `bytes` are freed there. Returns the bytes freed.
+  // Takes unlocked copies off a device, until `bytes` are freed there: the least recently used, less those
+  // that are not needed for that after all. Returns the bytes freed.
   int64_t Offload(Device& device, int64_t bytes) { return ReclaimDevice(&device, bytes); }
 
   // What making room for so many bytes would evict from host memory, in order; nothing when that cannot be
   // made. Changes nothing.
   std::vector<RecordStats> WouldEvict(int64_t bytes) const;
 
+  // A snapshot of one moment. Made in pieces, so that nobody waits for all of it.
   CacheStats Stats() const;
+
+  // The record that Lock would find, as it is in Stats.
+  std::optional<RecordStats> Find(const ModelKey& key) const;
+  // Ids of records, stale ones aside, that begin with `prefix`; sorted.
+  std::vector<std::string> IdsThatBegin(const std::string& prefix) const;
+
+  // Conditioning of more bytes than this goes when it is not held, whatever else is there. 0, as in the
+  // beginning: a sixteenth of the RAM's cap.
+  void set_conditioning_cap(int64_t bytes);
+  int64_t conditioning_cap() const;
+
+  // The most records that anything looked at while it kept others from the cache, apart from those that it
+  // evicted or locked. For tests.
+  int64_t longest_walk() const;
+
   RamBudget& ram() const { return *ram_; }
   const std::vector<Device*>& devices() const { return devices_; }
 
@@ -197,12 +219,15 @@ class ModelCache : public Reclaimer {
 
   // Reclaimer of the RamBudget.
   int64_t Reclaim(int64_t bytes) override;
-  Held HeldBytes() const override;
+  int64_t IdleBytes() const override;
+  int64_t HeldBytes() const override;
+  Held HeldByWhom() const override;
 
  private:
   friend class LockHandle;
   friend class DeviceLock;
   class DeviceReclaimer;
+  class Joined;
   struct Loading;
   struct DeviceCounters {
     int64_t copies = 0, copied_bytes = 0, offloads = 0, streamed_locks = 0;
@@ -210,43 +235,49 @@ class ModelCache : public Reclaimer {
 
   using RecordPtr = std::shared_ptr<CacheRecord>;
 
-  absl::StatusOr<LockHandle> LockWith(const ModelKey& key, const Loader& loader, const LockOptions& options,
-                                      Reservation* promised);
+  absl::StatusOr<LockHandle> LockWith(const ModelKey& key, const Loader& loader, const LockOptions& options);
+  std::shared_ptr<Loading> Claim(const ModelKey& key, const Loader& loader, const std::string& owner)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<LockHandle> Load(const ModelKey& key, const Loader& loader, const LockOptions& options,
                                   const std::shared_ptr<Loading>& loading, Reservation* promised);
+  absl::StatusOr<RecordPtr> LoadRecord(const ModelKey& key, const Loader& loader, const LockOptions& options,
+                                       const std::shared_ptr<Loading>& loading, Reservation* promised,
+                                       bool* promise_refused);
+  // The loads of claims that come to nothing; whoever waits for them tries for itself.
+  void Abandon(absl::Span<const ModelKey> keys, const absl::Status& why);
+  void LoadIsOver(const ModelKey& key, const absl::Status& status, bool others_try)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   RecordPtr NewRecord(const ModelKey& key, const std::string& kind, MemoryUse use,
                       std::shared_ptr<const Resource> resource, Reservation memory, double seconds);
-  void Index(const RecordPtr& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   LockHandle AddLock(const RecordPtr& record, const std::string& owner, bool lasting = false)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Unlock(RecordPtr record, const std::string& owner, bool lasting, bool counts);
+  // `number`: the lock's among the record's holders.
+  void Unlock(RecordPtr record, uint64_t number, bool counts);
 
-  // What `pattern` covers, and what was made from it. Takes names off that it covers; not from records that
-  // are held, where those are to stay.
-  std::vector<RecordPtr> Covered(const ModelKey& pattern, bool held_stay) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Unlocked records in the order in which they go, as many as free `bytes`; all, when they do not.
-  std::vector<RecordPtr> Victims(int64_t bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Takes a record out of the index; the caller lets the pointer go after the mutex.
   void Evict(const RecordPtr& record, EvictReason reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Of many, the bytes.
+  int64_t EvictAll(const std::vector<RecordPtr>& records, EvictReason reason)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   int64_t EvictUnlocked(int64_t bytes, EvictReason reason);
-  RecordStats Describe(const CacheRecord& record, bool stale) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // f(record, stale) for all there are.
-  template <typename F>
-  void ForEachRecord(F f) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    for (const auto& [key, record] : index_) f(record, false);
-    for (const RecordPtr& record : stale_) f(record, true);
-  }
+  // What goes because of the conditioning that came, for the caller to let go of.
+  std::vector<RecordPtr> BoundConditioning(const CacheRecord& came) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Leaves(const RecordPtr& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // Devices, in model_cache_devices.cc.
-  absl::Status TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options);
+  // Sets result.number_ to the one among the holders of what is on the device.
+  absl::Status TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
+                        DeviceLock& result);
   absl::Status MoveIn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
                       DeviceLock& lock);
   // Reserve, or TryReserve for a caller who may not wait; others who come for the record meanwhile are told.
   absl::StatusOr<Reservation> PromiseOnDevice(const RecordPtr& record, Device& device, bool may_wait,
                                               const MemoryBudget::Request& request);
-  void UnlockDevice(const RecordPtr& record, Device* device, const std::string& owner, bool lasting);
+  void UnlockDevice(const RecordPtr& record, Device* device, uint64_t number);
   int64_t ReclaimDevice(Device* device, int64_t bytes);
-  Held HeldOnDevice(Device* device) const;
+  int64_t IdleBytesOn(Device* device) const;
+  int64_t HeldBytesOn(Device* device) const;
+  Held HeldByWhomOn(Device* device) const;
 
   RamBudget* const ram_;
   const std::vector<Device*> devices_;
@@ -257,13 +288,14 @@ class ModelCache : public Reclaimer {
   mutable Mutex mu_;
   CondVar changed_;
   bool shutting_down_ ABSL_GUARDED_BY(mu_) = false;
-  absl::flat_hash_map<ModelKey, RecordPtr> index_ ABSL_GUARDED_BY(mu_);
+  const std::unique_ptr<RecordIndex> records_ ABSL_PT_GUARDED_BY(mu_);
   absl::flat_hash_map<ModelKey, std::shared_ptr<Loading>> loading_ ABSL_GUARDED_BY(mu_);
-  std::set<RecordPtr> stale_ ABSL_GUARDED_BY(mu_);
+  int64_t conditioning_cap_ ABSL_GUARDED_BY(mu_) = 0;
   GreedyDual order_ ABSL_GUARDED_BY(mu_);
   std::deque<Eviction> recent_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<Device*, DeviceCounters> device_counters_ ABSL_GUARDED_BY(mu_);
   CacheStats counters_ ABSL_GUARDED_BY(mu_);  // only the counters are used
+  mutable Mutex looking_;                     // one look at all records at a time; taken before mu_
 };
 
 }  // namespace latentd

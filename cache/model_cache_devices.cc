@@ -10,13 +10,15 @@
 #include "cache/cache_record.h"
 #include "cache/error.h"
 #include "cache/model_cache.h"
+#include "cache/record_index.h"
 
 namespace latentd {
 namespace {
 
-int64_t Sum(const std::vector<ResourceBlock>& blocks) {
-  return std::accumulate(blocks.begin(), blocks.end(), int64_t{0},
-                         [](int64_t sum, const ResourceBlock& b) { return sum + b.bytes; });
+template <typename T>
+int64_t Sum(const std::vector<T>& parts) {
+  return std::accumulate(parts.begin(), parts.end(), int64_t{0},
+                         [](int64_t sum, const T& part) { return sum + part.bytes; });
 }
 
 }  // namespace
@@ -25,7 +27,9 @@ class ModelCache::DeviceReclaimer : public Reclaimer {
  public:
   DeviceReclaimer(ModelCache* cache, Device* device) : cache_(cache), device_(device) {}
   int64_t Reclaim(int64_t bytes) override { return bytes <= 0 ? 0 : cache_->ReclaimDevice(device_, bytes); }
-  Held HeldBytes() const override { return cache_->HeldOnDevice(device_); }
+  int64_t IdleBytes() const override { return cache_->IdleBytesOn(device_); }
+  int64_t HeldBytes() const override { return cache_->HeldBytesOn(device_); }
+  Held HeldByWhom() const override { return cache_->HeldByWhomOn(device_); }
 
  private:
   ModelCache* const cache_;
@@ -36,7 +40,8 @@ ModelCache::ModelCache(RamBudget* ram, std::vector<Device*> devices, Clock clock
     : ram_(ram),
       devices_(std::move(devices)),
       clock_(std::move(clock)),
-      leaving_(std::make_shared<LeavingBytes>()) {
+      leaving_(std::make_shared<LeavingBytes>()),
+      records_(std::make_unique<RecordIndex>()) {
   ram_->set_reclaimer(this);
   for (Device* device : devices_) {
     if (device->uses_host_memory()) continue;
@@ -58,7 +63,7 @@ DeviceLock& DeviceLock::operator=(DeviceLock&& other) noexcept {
   if (this != &other) {
     Release();
     handle_ = std::move(other.handle_);
-    lasting_ = other.lasting_;
+    number_ = other.number_;
     device_ = std::exchange(other.device_, nullptr);
     resource_ = std::move(other.resource_);
     plan_ = std::move(other.plan_);
@@ -73,13 +78,13 @@ void DeviceLock::Release() {
   working_.Release();
   ring_.Release();
   resource_ = nullptr;
-  if (!device_->uses_host_memory())
-    handle_.cache_->UnlockDevice(handle_.record_, device_, handle_.owner_, lasting_);
+  if (!device_->uses_host_memory()) handle_.cache_->UnlockDevice(handle_.record_, device_, number_);
   device_ = nullptr;
   handle_.Release();
 }
 
-absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options) {
+absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
+                                  DeviceLock& result) {
   std::stop_callback wake(options.stop, [this] {
     MutexLock lock(&mu_);
     changed_.SignalAll();
@@ -91,8 +96,12 @@ absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const
       return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
     Residency& there = record->residency[&device];
     if (!there.moving_in) {
-      there.moving_in = true;
-      there.holders.Add(options.owner, options.lasting);  // what is there stays there, for now
+      records_->ChangeOn(&device, record, [&](Residency& mine) {
+        mine.moving_in = true;
+        mine.mover = options.owner;
+        // What is there stays there, for now.
+        result.number_ = mine.holders.Add(options.owner, options.lasting);
+      });
       return absl::OkStatus();
     }
     if (there.waits_for_room && !options.may_wait) {
@@ -103,8 +112,7 @@ absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const
     }
     if (!entry) {
       entry.emplace(ram_->waits(), options.owner,
-                    absl::StrCat("the move of ", record->key.ToString(), " to ", device.name()),
-                    /*refusable=*/false);
+                    absl::StrCat("the move of ", record->key.ToString(), " to ", device.name()), there.mover);
     }
     there.waiting.Add(&*entry);
     const bool late = changed_.WaitWithDeadline(&mu_, options.deadline);
@@ -163,11 +171,13 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
       // This record's own copy may be in the way; it can come again, whole or in part.
       {
         MutexLock unpinned(&mu_);
-        record->residency[&device].holders.Remove(options.owner, options.lasting);
+        records_->ChangeOn(&device, record, [&](Residency& there) { there.holders.Remove(lock.number_); });
       }
       promised = reserve(working);
       MutexLock pinned(&mu_);
-      record->residency[&device].holders.Add(options.owner, options.lasting);
+      records_->ChangeOn(&device, record, [&](Residency& there) {
+        lock.number_ = there.holders.Add(options.owner, options.lasting);
+      });
     }
     if (!promised.ok()) return promised.status();
     lock.working_ = std::move(*promised);
@@ -209,11 +219,9 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
   auto let_go_of_what_is_there = [&] {
     {
       MutexLock held(&mu_);
-      Residency& there = record->residency[&device];
-      if (there.holders.size() > 1) return false;
-      there.copy = nullptr;
-      there.bytes = have_bytes = 0;
-      there.resident.clear();
+      if (record->residency[&device].holders.size() > 1) return false;
+      records_->ChangeOn(&device, record, [](Residency& there) { there.LetGoOfMemory(); });
+      have_bytes = 0;
     }
     have = nullptr;
     resident.clear();
@@ -273,15 +281,18 @@ absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const D
     ASSIGN_OR_RETURN(accounted->resource,
                      record->resource->CopyTo(device, plan.resident, have.get(), options.stop));
     const int64_t copied = memory.bytes();
+    const uint64_t turn = memory.turn();
     memory.Commit();
     accounted->memory = std::move(memory);
     accounted->base = have;
+    have = Accounted::Pointer(accounted);
     MutexLock held(&mu_);
-    Residency& there = record->residency[&device];
-    there.copy = Accounted::Pointer(accounted);
-    there.bytes = have_bytes + copied;
-    there.resident = plan.resident;
-    have = there.copy;
+    records_->ChangeOn(&device, record, [&](Residency& there) {
+      there.copy = have;
+      there.bytes = have_bytes + copied;
+      there.resident = plan.resident;
+      there.turn = turn;
+    });
     DeviceCounters& counters = device_counters_[&device];
     ++counters.copies;
     counters.copied_bytes += copied;
@@ -323,18 +334,16 @@ absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, De
     return result;
   }
 
-  RETURN_IF_ERROR(TakeTurn(record, device, options));
+  RETURN_IF_ERROR(TakeTurn(record, device, options, result));
   const absl::Status status = MoveIn(record, device, options, result);
   {
     MutexLock lock(&mu_);
-    Residency& there = record->residency[&device];
-    there.moving_in = false;
-    there.waiting.Over();
+    records_->ChangeOn(&device, record, [&](Residency& there) {
+      there.moving_in = false;
+      there.waiting.Over();
+      if (!status.ok()) there.holders.Remove(result.number_);
+    });
     changed_.SignalAll();
-    if (!status.ok()) {
-      there.holders.Remove(options.owner, options.lasting);
-      if (there.copy == nullptr && there.holders.empty()) record->residency.erase(&device);
-    }
   }
   if (!status.ok()) {
     result.working_.Release();
@@ -343,15 +352,27 @@ absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, De
     return status;
   }
   result.device_ = &device;
-  result.lasting_ = options.lasting;
+  if (options.lasting) ram_->waits()->LookAgain();
   return result;
 }
 
-void ModelCache::UnlockDevice(const RecordPtr& record, Device* device, const std::string& owner,
-                              bool lasting) {
+void ModelCache::HandOver(DeviceLock& lock, const std::string& owner, bool lasting) {
+  if (!lock.device_->uses_host_memory()) {
+    MutexLock held(&mu_);
+    records_->ChangeOn(lock.device_, lock.handle_.record_, [&](Residency& there) {
+      there.holders.Remove(lock.number_);
+      lock.number_ = there.holders.Add(owner, lasting);
+    });
+  }
+  HandOver(lock.handle_, owner, lasting);
+  lock.working_.PassTo(owner);
+  lock.ring_.PassTo(owner);
+}
+
+void ModelCache::UnlockDevice(const RecordPtr& record, Device* device, uint64_t number) {
   {
     MutexLock lock(&mu_);
-    record->residency[device].holders.Remove(owner, lasting);
+    records_->ChangeOn(device, record, [&](Residency& there) { there.holders.Remove(number); });
   }
   device->budget().NotifyReclaimable();
 }
@@ -361,28 +382,13 @@ int64_t ModelCache::ReclaimDevice(Device* device, int64_t bytes) {
   int64_t freed = 0;
   {
     MutexLock lock(&mu_);
-    std::vector<std::pair<int64_t, RecordPtr>> there;  // smallest first: what is large is slow to bring back
-    ForEachRecord([&](const RecordPtr& record, bool) {
-      auto it = record->residency.find(device);
-      if (it == record->residency.end() || it->second.copy == nullptr || !it->second.holders.empty()) return;
-      there.emplace_back(it->second.bytes, record);
-    });
-    std::sort(there.begin(), there.end(), [](const auto& a, const auto& b) {
-      return std::tie(a.first, a.second->worth.last_used) < std::tie(b.first, b.second->worth.last_used);
-    });
-    for (const auto& [size, record] : there) {
-      if (freed >= bytes) break;
-      freed += size;
-      auto it = record->residency.find(device);
-      gone.push_back(std::move(it->second.copy));
+    for (const RecordPtr& record : records_->VictimsOn(device, bytes)) {
       // Somebody whose turn it is may wait for room right now, and finds nothing there when it is made.
-      if (it->second.moving_in) {
-        it->second.copy = nullptr;
-        it->second.bytes = 0;
-        it->second.resident.clear();
-      } else {
-        record->residency.erase(it);
-      }
+      records_->ChangeOn(device, record, [&](Residency& there) {
+        freed += there.bytes;
+        gone.push_back(there.copy);
+        there.LetGoOfMemory();
+      });
       ++device_counters_[device].offloads;
     }
   }
@@ -392,16 +398,22 @@ int64_t ModelCache::ReclaimDevice(Device* device, int64_t bytes) {
   return freed;
 }
 
-Reclaimer::Held ModelCache::HeldOnDevice(Device* device) const {
+Reclaimer::Held ModelCache::HeldByWhomOn(Device* device) const {
   MutexLock lock(&mu_);
   Held held;
-  ForEachRecord([&](const RecordPtr& record, bool) {
-    auto it = record->residency.find(device);
-    if (it == record->residency.end() || it->second.holders.empty() || it->second.copy == nullptr) return;
-    held.bytes += it->second.bytes;
-    for (const Holders::Holder& holder : it->second.holders.all()) held.owners.insert(holder.owner);
-  });
+  held.groups = records_->HeldByWhomOn(device);
+  held.idle_bytes = records_->BytesOn(device) - Sum(held.groups);
   return held;
+}
+
+int64_t ModelCache::HeldBytesOn(Device* device) const {
+  MutexLock lock(&mu_);
+  return Sum(records_->HeldByWhomOn(device));
+}
+
+int64_t ModelCache::IdleBytesOn(Device* device) const {
+  MutexLock lock(&mu_);
+  return records_->BytesOn(device) - Sum(records_->HeldByWhomOn(device));
 }
 
 }  // namespace latentd

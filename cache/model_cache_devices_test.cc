@@ -118,7 +118,8 @@ TEST_F(DevicesTest, WithoutAnOwnerOfItsOwnALockHasThatOfItsHandle) {
   EXPECT_EQ(cache.Offload(sim0, kUnit), 50 * kUnit);  // nobody holds it
 }
 
-TEST_F(DevicesTest, ADeviceMakesRoomFromItsUnlockedCopiesSmallestFirst) {
+// The least recently used, and of those only what is needed.
+TEST_F(DevicesTest, ADeviceMakesRoomFromItsUnlockedCopiesAndNoMoreThanIsNeeded) {
   LockHandle a = MustLock("a", 20), b = MustLock("b", 40), c = MustLock("c", 30);
   MustLockOn(sim0, a).Release();
   MustLockOn(sim0, b).Release();
@@ -128,6 +129,31 @@ TEST_F(DevicesTest, ADeviceMakesRoomFromItsUnlockedCopiesSmallestFirst) {
   EXPECT_EQ(There("c").bytes, 30 * kUnit);
   EXPECT_EQ(Of(sim0).offloads, 1);
   ExpectBalanced();
+}
+
+// Whatever the order in which they were used: the large one that does it alone goes, and not all small ones
+// beside it.
+TEST_F(DevicesTest, AnIdleDenoiserGoesAloneWhereThatWillDo) {
+  ram.set_cap(200 * kUnit);
+  const std::vector<std::pair<std::string, int64_t>> small = {
+      {"lora", 1}, {"vae", 2}, {"clip", 3}, {"t5", 20}};
+  for (size_t before = 0; before <= small.size(); ++before) {
+    SCOPED_TRACE(before);
+    cache.Drop({"old", ""});
+    cache.Drop({"new", ""});
+    const int64_t offloads = Of(sim0).offloads;
+    auto use = [&](const std::string& id, int64_t units) {
+      LockHandle handle = MustLock(id, units);
+      MustLockOn(sim0, handle).Release();
+    };
+    for (size_t i = 0; i < before; ++i) use(small[i].first, small[i].second);
+    use("old", 50);
+    for (size_t i = before; i < small.size(); ++i) use(small[i].first, small[i].second);
+    use("new", 50);  // 4 are free
+    for (const auto& [id, units] : small) EXPECT_EQ(There(id).bytes, units * kUnit) << id;
+    EXPECT_EQ(There("old").bytes, 0);
+    EXPECT_EQ(Of(sim0).offloads - offloads, 1);
+  }
 }
 
 TEST_F(DevicesTest, OfCopiesOfOneSizeTheLeastRecentlyUsedGoesFirst) {

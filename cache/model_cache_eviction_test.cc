@@ -293,6 +293,55 @@ TEST_F(UnfitTest, WhatIsElsewhereGoesUnlessItIsHeld) {
   EXPECT_THAT(Ids(), IsEmpty());
 }
 
+class ConditioningTest : public CacheTest {
+ protected:
+  // As after an encoder that took so long.
+  LockHandle Keep(const std::string& id, int64_t units, double seconds = 10) {
+    auto memory =
+        ram.Reserve({.bytes = units * kUnit, .use = MemoryUse::kConditioning, .owner = "me", .what = id});
+    EXPECT_TRUE(memory.ok()) << memory.status();
+    auto handle = cache.Insert({id, ""}, "conditioning", std::make_shared<const Blob>(units * kUnit, &alive),
+                               *std::move(memory), seconds, "me");
+    EXPECT_TRUE(handle.ok()) << handle.status();
+    return *std::move(handle);
+  }
+};
+
+TEST_F(ConditioningTest, HasAShareOfItsOwn) {
+  ram.set_cap(160 * kUnit);
+  EXPECT_EQ(cache.conditioning_cap(), 10 * kUnit);  // a sixteenth
+  cache.set_conditioning_cap(9 * kUnit);
+  MustLock("weights", 20).Release();
+  for (const char* id : {"a", "b", "c"}) Keep(id, 3).Release();
+  EXPECT_THAT(Ids(), UnorderedElementsAre("weights", "a", "b", "c"));
+  Keep("d", 3).Release();
+  EXPECT_THAT(Ids(), UnorderedElementsAre("weights", "b", "c", "d"));
+  Keep("e", 5).Release();
+  EXPECT_THAT(Ids(), UnorderedElementsAre("weights", "d", "e"));
+  EXPECT_EQ(cache.Stats().evicted(EvictReason::kRoom), 3);
+}
+
+TEST_F(ConditioningTest, WhatIsHeldStaysBeyondTheShare) {
+  cache.set_conditioning_cap(5 * kUnit);
+  LockHandle a = Keep("a", 4), b = Keep("b", 4);
+  EXPECT_THAT(Ids(), UnorderedElementsAre("a", "b"));
+  a.Release();
+  Keep("c", 1).Release();
+  EXPECT_THAT(Ids(), UnorderedElementsAre("b", "c"));
+}
+
+// It may have taken long to compute: it goes all the same before what was used since.
+TEST_F(ConditioningTest, NeverOutlivesWhatWasUsedSince) {
+  cache.set_conditioning_cap(50 * kUnit);
+  Keep("old prompt", 10, /*seconds=*/1000).Release();
+  MustLock("weights", 60).Release();
+  Keep("new prompt", 10, /*seconds=*/1000).Release();
+  LockHandle more = MustLock("more", 30);
+  EXPECT_THAT(Ids(), UnorderedElementsAre("weights", "new prompt", "more"));
+  LockHandle even_more = MustLock("even more", 10);
+  EXPECT_THAT(Ids(), UnorderedElementsAre("new prompt", "more", "even more"));
+}
+
 TEST_F(EvictionTest, WhatNobodyUsedForLongGoes) {
   MustLock("old", 10).Release();
   LockHandle held = MustLock("held", 10);

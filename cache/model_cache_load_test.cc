@@ -102,6 +102,130 @@ TEST_F(LoadTest, AWaitForALoadEndsWithItsDeadlineAndTheLoadGoesOn) {
   EXPECT_EQ(loads, 1);
 }
 
+// Two who want the same set, and memory for one of it.
+TEST_F(LoadTest, OfSetsThatShareARecordOnlyOnePromisesItsBytes) {
+  const std::vector<LockRequest> set = {{{"a", ""}, LoadWhenTold(60)}};
+  std::thread one([&] { EXPECT_TRUE(cache.LockAll(set, {.owner = "one"}).ok()); });
+  WaitUntil([&] { return loading.load(); });
+  std::thread two([&] {
+    const std::vector<LockRequest> larger = {{{"a", ""}, Load(60)}, {{"b", ""}, Load(20)}};
+    const auto handles = cache.LockAll(larger, {.owner = "two"});
+    ASSERT_TRUE(handles.ok()) << handles.status();
+    EXPECT_EQ((*handles)[0].key().id, "a");
+    EXPECT_EQ((*handles)[1].key().id, "b");
+  });
+  WaitUntil([&] { return Waits("two"); });
+  EXPECT_EQ(ram.stats().waiting, 0);  // for the load, and not for memory
+  go_on = true;
+  one.join();
+  two.join();
+  EXPECT_EQ(loads, 2);
+  EXPECT_EQ(ram.stats().peak_bytes, 80 * kUnit);
+  ExpectBalanced();
+}
+
+TEST_F(LoadTest, ASetThatAsksTwiceForARecordGetsItTwice) {
+  const auto handles =
+      cache.LockAll(std::vector<LockRequest>{{{"a", ""}, Load(60)}, {{"a", ""}, Load(60)}}, {.owner = "me"});
+  ASSERT_TRUE(handles.ok()) << handles.status();
+  EXPECT_EQ(loads, 1);
+  EXPECT_EQ(Record("a").lock_count, 2);
+}
+
+// What a set claimed and does not load after all is loaded by those who wait for it.
+TEST_F(LoadTest, WhoeverJoinedASetThatIsRefusedLoadsForItself) {
+  LockHandle pin = *cache.Lock({"pin", ""}, Load(30), {.owner = "pin", .lasting = true});
+  LockHandle other = MustLock("other", 30, "other");
+  std::stop_source stop;
+  std::thread set([&] {
+    const std::vector<LockRequest> both = {{{"a", ""}, Load(20)}, {{"b", ""}, Load(30)}};
+    EXPECT_EQ(ErrorReason(cache.LockAll(both, {.owner = "set", .stop = stop.get_token()}).status()),
+              "CANCELLED");
+  });
+  WaitUntil([&] { return ram.stats().waiting == 1; });
+  std::thread joined([&] { EXPECT_TRUE(cache.Lock({"a", ""}, Load(20), {.owner = "joined"}).ok()); });
+  WaitUntil([&] { return Waits("joined"); });
+  stop.request_stop();
+  set.join();
+  joined.join();
+  EXPECT_EQ(loads, 3);
+  ExpectBalanced();
+}
+
+// A record that another one keeps as well: the one who leaves is not the last.
+TEST_F(LoadTest, AHolderWhoLeavesOthersBehindWakesWhoWaits) {
+  LockHandle lasting = *cache.Lock({"shared", ""}, Load(30), {.owner = "session", .lasting = true});
+  LockHandle also = MustLock("shared", 30, "job");
+  Reservation runs = *ram.Reserve({.bytes = 20 * kUnit, .owner = "runs", .what = "test"});
+  std::stop_source stop;
+  std::thread first([&] {
+    EXPECT_FALSE(
+        ram.Reserve({.bytes = 60 * kUnit, .owner = "first", .what = "test", .stop = stop.get_token()}).ok());
+  });
+  WaitUntil([&] { return ram.stats().waiting == 1; });
+  std::atomic<bool> served = false;
+  std::thread second([&] {
+    const auto got = ram.Reserve({.bytes = 20 * kUnit, .owner = "second", .what = "test"});
+    EXPECT_TRUE(got.ok()) << got.status();
+    served = true;
+  });
+  // 100 less the 30 that last and the first's 60: 20 more would delay it.
+  WaitUntil([&] { return ram.stats().waiting == 2; });
+  WaitUntil([&] { return ram.waits()->Settled() != 0; });
+  EXPECT_FALSE(served);
+  lasting.Release();
+  second.join();
+  EXPECT_EQ(ram.stats().waiting, 1);
+  stop.request_stop();
+  first.join();
+}
+
+// What only its own records are in the way of is refused at once, whoever else holds them too or has a pin.
+TEST_F(LoadTest, WhatTheAskerItselfHoldsIsNotWaitedFor) {
+  LockHandle mine = MustLock("lora", 50, "me"), others = MustLock("lora", 50, "other");
+  LockHandle pin = *cache.Lock({"pin", ""}, Load(1), {.owner = "pin", .lasting = true});
+  const auto refused = ram.Reserve({.bytes = 60 * kUnit, .owner = "me", .what = "test"});
+  EXPECT_EQ(ErrorReason(refused.status()), "BUDGET_EXHAUSTED");
+  EXPECT_EQ(GetErrorDetails(refused.status()).at("hopeless"), "true");
+}
+
+// Of two locks of one owner the lasting one stays lasting when the other goes.
+TEST_F(LoadTest, ALockThatLastsNoMoreGoesAsTheOneThatItIs) {
+  auto hopeless = [&] {
+    const auto tried = ram.TryReserve({.bytes = 60 * kUnit, .owner = "me", .what = "test"});
+    return GetErrorDetails(tried.status()).count("hopeless") != 0;
+  };
+  LockHandle before = *cache.Lock({"a", ""}, Load(50), {.owner = "s", .lasting = true});
+  EXPECT_TRUE(hopeless());
+  cache.WillEnd("s");
+  EXPECT_FALSE(hopeless());
+  LockHandle after = *cache.Lock({"a", ""}, Load(50), {.owner = "s", .lasting = true});
+  before.Release();
+  EXPECT_TRUE(hopeless());
+}
+
+TEST_F(LoadTest, AHandOverChangesWhoHoldsALockAndWhetherItLasts) {
+  auto hopeless = [&] {
+    const auto tried = ram.TryReserve({.bytes = 60 * kUnit, .owner = "me", .what = "test"});
+    return GetErrorDetails(tried.status()).count("hopeless") != 0;
+  };
+  LockHandle handle = MustLock("a", 50, "load-1");
+  EXPECT_FALSE(hopeless());
+  cache.HandOver(handle, "pin", /*lasting=*/true);
+  EXPECT_TRUE(hopeless());
+  EXPECT_THAT(Record("a").holders, testing::ElementsAre("pin"));
+  DeviceLock there = MustLockOn(sim0, handle, {.owner = "load-1"});
+  cache.HandOver(there, "pin", /*lasting=*/true);
+  EXPECT_THAT(Record("a").holders, testing::ElementsAre("pin", "pin"));
+  const auto tried = sim0.budget().TryReserve({.bytes = 31 * kUnit, .owner = "me", .what = "test"});
+  EXPECT_EQ(GetErrorDetails(tried.status()).count("hopeless"), 1u);
+  there.Release();
+  EXPECT_THAT(Record("a").holders, testing::ElementsAre("pin"));
+  handle.Release();
+  EXPECT_EQ(Record("a").lock_count, 0);
+  ExpectBalanced();
+}
+
 // Who loads first waits for memory with a deadline of its own. That it comes is no answer for those who can
 // wait longer.
 TEST_F(LoadTest, MemoryRefusedToOneCallerIsNoAnswerForTheOthers) {

@@ -75,9 +75,9 @@ struct Model {
     for (const ModelRecord& r : records) sum += r.bytes;
     return sum;
   }
-  int64_t Held() const {
+  int64_t Idle() const {
     int64_t sum = 0;
-    for (const ModelRecord& r : records) sum += r.holders > 0 ? r.bytes : 0;
+    for (const ModelRecord& r : records) sum += r.indexed && r.holders == 0 ? r.bytes : 0;
     return sum;
   }
   Ref Find(const ModelKey& key) {
@@ -162,7 +162,7 @@ struct Model {
   std::string Room(int64_t bytes) {
     if (bytes > cap) return "MODEL_EXCEEDS_BUDGET";
     while (bytes > 0 && bytes > cap - reserved - InUse()) {
-      if (bytes > cap - reserved - Held()) return "BUDGET_EXHAUSTED";
+      if (bytes > cap - reserved - InUse() + Idle()) return "BUDGET_EXHAUSTED";
       if (EvictIdle(bytes - (cap - reserved - InUse()), EvictReason::kRoom) == 0) return "BUDGET_EXHAUSTED";
     }
     return "";
@@ -178,18 +178,28 @@ struct Model {
     for (const ModelRecord& r : records) held += r.copies[d].holders > 0 ? r.copies[d].bytes : 0;
     return devices[d].cap - devices[d].reserved - held;
   }
+  // The least recently used ones until it is enough; then, from the last used on, those stay without which it
+  // is enough as well.
   int64_t Offload(int d, int64_t bytes) {
+    if (bytes <= 0) return 0;
     std::vector<Ref> list;
     for (Ref r = records.begin(); r != records.end(); ++r) {
       if (r->copies[d].there && r->copies[d].holders == 0) list.push_back(r);
     }
-    std::sort(list.begin(), list.end(), [d](Ref a, Ref b) {
-      return std::tie(a->copies[d].bytes, a->turn) < std::tie(b->copies[d].bytes, b->turn);
-    });
+    std::sort(list.begin(), list.end(), [](Ref a, Ref b) { return a->turn < b->turn; });
     int64_t freed = 0;
+    std::vector<Ref> go;
     for (Ref r : list) {
       if (freed >= bytes) break;
       freed += r->copies[d].bytes;
+      go.push_back(r);
+    }
+    std::reverse(go.begin(), go.end());
+    for (Ref r : go) {
+      if (freed - r->copies[d].bytes >= bytes) {
+        freed -= r->copies[d].bytes;
+        continue;
+      }
       r->copies[d] = {};
       ++devices[d].offloads;
     }

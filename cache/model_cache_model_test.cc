@@ -549,7 +549,10 @@ class ModelTest : public CacheTest {
     const CacheStats stats = cache.Stats();
     std::vector<std::string> got, wanted, stale_got, stale_wanted;
     for (const RecordStats& r : stats.records) (r.stale ? stale_got : got).push_back(Line(r));
-    for (Ref r : model.Indexed(/*only_idle=*/false)) wanted.push_back(Line(*r));
+    for (Ref r : model.Indexed(/*only_idle=*/true)) wanted.push_back(Line(*r));
+    for (Ref r : model.Indexed(/*only_idle=*/false)) {
+      if (r->holders > 0) wanted.push_back(Line(*r));
+    }
     int64_t leaving = 0, living = 0;
     std::array<int64_t, kMemoryUses> uses{};
     for (const ModelRecord& r : model.records) {

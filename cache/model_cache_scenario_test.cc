@@ -158,5 +158,107 @@ TEST_F(ScenarioTest, ADroppedLoraStaysCountedWhileThePeerLoads) {
   EXPECT_EQ(lora.resource()->bytes(), kLora * kUnit);
 }
 
+// Plain LRU over bytes, to compare with.
+class PlainLru {
+ public:
+  explicit PlainLru(int64_t cap) : cap_(cap) {}
+  void Use(const std::string& id, int64_t bytes) {
+    const auto it =
+        std::find_if(records_.begin(), records_.end(), [&](const auto& r) { return r.first == id; });
+    if (it != records_.end()) records_.erase(it);
+    records_.emplace_back(id, bytes);
+    int64_t sum = 0;
+    for (const auto& r : records_) sum += r.second;
+    while (sum > cap_) {
+      sum -= records_.front().second;
+      records_.erase(records_.begin());
+    }
+  }
+  bool Has(const std::string& id) const {
+    return std::any_of(records_.begin(), records_.end(), [&](const auto& r) { return r.first == id; });
+  }
+
+ private:
+  const int64_t cap_;
+  std::vector<std::pair<std::string, int64_t>> records_;
+};
+
+// FLUX.1 in bf16, each job with a prompt of its own. Conditioning is dear, for encoding takes long; all of
+// the prompts together are half as large as the weights.
+TEST(ScenarioOfPrompts, DistinctPromptsPushOutNoWeightThatPlainLruWouldHaveKept) {
+  constexpr int64_t kClip = 246'144'000, kT5 = 9'524'621'312, kTransformer = 23'802'816'512,
+                    kVae = 167'666'000;
+  constexpr int64_t kPooled = 768 * 4, kEncoded = 512 * 4096 * 4;
+  // Room for all weights and some prompts; for the weights, and less than the share of prompts; not for all
+  // weights.
+  for (int64_t cap : {int64_t{36} << 30, int64_t{32} << 30, int64_t{24} << 30}) {
+    SCOPED_TRACE(cap);
+    RamBudget ram(cap);
+    ModelCache cache(&ram, {});
+    PlainLru lru(cap);
+    int64_t left_too_early = 0;
+    auto weight = [&](const std::string& component, int64_t bytes) {
+      if (lru.Has(component) && !cache.Find({"flux", component})) ++left_too_early;
+      lru.Use(component, bytes);
+      const Loader loader = {component, bytes, [bytes](const LoadContext&) -> Loaded {
+                               return std::make_shared<const Claim>(bytes);
+                             }};
+      auto handle = cache.Lock({"flux", component}, loader, {.owner = "job"});
+      ASSERT_TRUE(handle.ok()) << handle.status();
+    };
+    auto prompt = [&](const std::string& id, int64_t bytes, double seconds) {
+      auto memory =
+          ram.Reserve({.bytes = bytes, .use = MemoryUse::kConditioning, .owner = "job", .what = id});
+      ASSERT_TRUE(memory.ok()) << memory.status();
+      lru.Use(id, bytes);
+      auto handle = cache.Insert({"prompt", id}, "conditioning", std::make_shared<const Claim>(bytes),
+                                 *std::move(memory), seconds, "job");
+      ASSERT_TRUE(handle.ok()) << handle.status();
+    };
+    for (int job = 0; job < 2000; ++job) {
+      weight("text_encoder", kClip);
+      prompt(absl::StrCat("clip ", job), kPooled, 0.01);
+      weight("text_encoder_2", kT5);
+      prompt(absl::StrCat("t5 ", job), kEncoded, 0.25);
+      weight("transformer", kTransformer);
+      weight("vae", kVae);
+      ASSERT_EQ(left_too_early, 0) << "in job " << job;
+    }
+    if (cap >= int64_t{32} << 30) {
+      EXPECT_EQ(cache.Stats().misses, 4);
+    }
+    EXPECT_LE(ram.stats().use(MemoryUse::kConditioning).in_use_bytes, cap / 16);
+  }
+}
+
+// However many records there are, nothing but the eviction of many keeps others from the cache for long.
+TEST(ScenarioOfManyRecords, NobodyLooksAtAllOfThemAtOnce) {
+  constexpr int kRecords = kSanitized ? 10'000 : 100'000;
+  RamBudget ram(int64_t{1} << 40);
+  ModelCache cache(&ram, {});
+  for (int i = 0; i < kRecords; ++i) {
+    auto memory = ram.Reserve({.bytes = 10, .use = MemoryUse::kPatches, .owner = "me", .what = "test"});
+    ASSERT_TRUE(cache
+                    .Insert({absl::StrCat("record-", i), ""}, "lora", std::make_shared<const Claim>(10),
+                            *std::move(memory), 1, "me", {absl::StrCat("source-", i)})
+                    .ok());
+  }
+  EXPECT_EQ(cache.Stats().records.size(), static_cast<size_t>(kRecords));
+  EXPECT_EQ(cache.WouldEvict(25).size(), 3u);
+  EXPECT_EQ(cache.Trim(25), 30);
+  EXPECT_EQ(cache.Drop({"record-100", ""}).evicted_records, 1);
+  EXPECT_EQ(cache.Drop({"source-101", ""}).evicted_records, 1);
+  EXPECT_EQ(cache.Unload({"record-102", ""}).evicted_records, 1);
+  EXPECT_EQ(cache.DropUnfit().evicted_records, 0);
+  EXPECT_EQ(cache.IdsThatBegin("record-103").size(), kSanitized ? 11u : 111u);
+  LockHandle held = cache.TryLock({"record-200", ""}, "me");
+  cache.WillEnd("me");
+  EXPECT_EQ(cache.EvictUnusedSince(absl::InfinitePast()), 0);
+  EXPECT_EQ(cache.HeldBytes(), 10);
+  EXPECT_EQ(cache.HeldByWhom().idle_bytes, (kRecords - 7) * 10);
+  EXPECT_GT(cache.longest_walk(), 0);
+  EXPECT_LE(cache.longest_walk(), 128);
+}
+
 }  // namespace
 }  // namespace latentd

@@ -190,7 +190,7 @@ TEST_F(StressTest, WhateverManyThreadsDoTheBooksBalanceAndNothingInUseGoes) {
   EXPECT_EQ(stats.ram.reserved_bytes, 0);
   EXPECT_EQ(stats.ram.waiting, 0);
   EXPECT_EQ(stats.unaccounted_bytes(), 0);
-  EXPECT_TRUE(ram.waits()->List().empty());
+  EXPECT_EQ(ram.waits()->size(), 0u);
   cache.Trim(MemoryBudget::kUnlimited);
   ExpectEmpty();
 }

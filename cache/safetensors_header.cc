@@ -252,6 +252,20 @@ int64_t ElementSize(DType dtype) {
   return 0;
 }
 
+bool IsFloatingPoint(DType dtype) {
+  switch (dtype) {
+    case DType::kF64:
+    case DType::kF32:
+    case DType::kF16:
+    case DType::kBF16:
+    case DType::kF8E4M3:
+    case DType::kF8E5M2:
+      return true;
+    default:
+      return false;
+  }
+}
+
 absl::string_view DTypeName(DType dtype) {
   for (const DTypeRow& row : kDTypes) {
     if (row.dtype == dtype) return row.name;

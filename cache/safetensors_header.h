@@ -26,6 +26,8 @@ enum class DType {
 // Bytes of one element; 0 for those of less than one byte.
 int64_t ElementSize(DType dtype);
 absl::string_view DTypeName(DType dtype);
+// Those that weights are read from: fp64 to fp8, without formats that need a scale for each block.
+bool IsFloatingPoint(DType dtype);
 
 struct TensorInfo {
   std::string name;

@@ -44,18 +44,18 @@ absl::StatusOr<std::string> ReadTextFile(const std::string& path, int64_t max_by
   if (!S_ISREG(st.st_mode)) return Corrupt(label, "is no regular file");
   if (st.st_size > max_bytes) return TooLarge(label, st.st_size, max_bytes);
 
-  std::string text;
+  // It may have grown since; one byte more than is allowed shows it.
+  const size_t most = static_cast<size_t>(max_bytes) + 1;
+  std::string text(static_cast<size_t>(st.st_size) + 1, '\0');
   size_t size = 0;
   while (true) {
-    // It may have grown since; one byte more than is allowed shows it.
-    const size_t most = static_cast<size_t>(max_bytes) + 1;
-    text.resize(std::min(most, std::max(static_cast<size_t>(st.st_size) + 1, size + kStep)));
     const ssize_t got = read(fd, text.data() + size, text.size() - size);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return Corrupt(label, "cannot be read to its end");
     if (got == 0) break;
     size += static_cast<size_t>(got);
     if (size == most) return TooLarge(label, static_cast<int64_t>(size), max_bytes);
+    if (size == text.size()) text.resize(std::min(most, size + kStep));
   }
   text.resize(size);
   return text;

@@ -1,129 +1,98 @@
-// Who waits for memory, over all budgets that belong together.
+// Who waits for memory, over all budgets that belong together, and the mutex of those budgets.
 //
 // An owner can hold bytes of one budget while it waits in another, or while it waits for a load that itself
-// waits for memory. Only a view of all waits tells whether a wait can end; and one order over all of them
-// tells whose request is the newest and is to be refused when none can.
+// waits for memory. Only a view of all waits tells who may go on and who cannot (wait_analysis.h). So that
+// there is such a view, budgets that belong together share a mutex, and a count that moves with everything
+// that happens to them: a decision holds as long as the count stands.
 //
-// Thread-safe. Lock order: an Entry wakes all budgets when it begins and ends, so none of their mutexes may be
-// held then; the cache's may.
+// Thread-safe. Lock order: the cache's mutex may be held while anything here is called, except Look().
 #ifndef LATENTD_CACHE_WAIT_REGISTRY_H_
 #define LATENTD_CACHE_WAIT_REGISTRY_H_
 
-#include <algorithm>
+#include <atomic>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
+#include "absl/base/thread_annotations.h"
 #include "cache/mutex.h"
+#include "cache/wait_analysis.h"
 
 namespace latentd {
 
+class MemoryBudget;
+
 class WaitRegistry {
  public:
-  // A wait, from construction to its end.
+  // A wait for somebody's work, from construction to its end. The waits of requests to a budget are the
+  // budgets' own matter.
   class Entry {
    public:
-    // `what` is waited for. `refusable`: the wait is a request to a budget, which can be refused; else it is
-    // for somebody's work.
-    Entry(std::shared_ptr<WaitRegistry> registry, const std::string& owner, std::string what, bool refusable)
-        : registry_(std::move(registry)), id_(registry_->Enter(owner, std::move(what), refusable)) {}
-    ~Entry() {
-      Over();
-      registry_->WakeAll();
-    }
+    // `what` is waited for, which `worker` is doing.
+    Entry(std::shared_ptr<WaitRegistry> registry, const std::string& owner, std::string what,
+          const std::string& worker);
+    ~Entry() { Over(); }
     Entry(const Entry&) = delete;
     Entry& operator=(const Entry&) = delete;
 
     // The owner waits no more, from now on and not only from the end of this object: called together with
     // what ends the wait, under the same mutex, so that nobody takes one who can go on for one who waits.
-    // Wakes nobody.
-    void Over() { registry_->Leave(id_); }
-
-    // True when all of `owners` wait, and no refusable wait began after this one: both at one moment, for one
-    // who begins to wait between two looks would be seen by the second alone.
-    bool NewestWhileAllWait(const std::set<std::string>& owners) const {
-      return registry_->NewestWhileAllWait(id_, owners);
-    }
+    void Over();
 
    private:
     const std::shared_ptr<WaitRegistry> registry_;
     const uint64_t id_;
   };
 
-  bool Waits(const std::string& owner) const {
-    MutexLock lock(&mu_);
-    return WaitsLocked(owner);
-  }
+  bool Waits(const std::string& owner) const;
+  // Of all kinds, now. For tests.
+  size_t size() const { return static_cast<size_t>(waiting_.load()); }
 
-  // "session-1 waits for …", oldest first; for error messages.
-  std::vector<std::string> List() const {
-    MutexLock lock(&mu_);
-    std::vector<std::string> list;
-    for (const auto& [id, wait] : waits_) list.push_back(absl::StrCat(wait.owner, " waits for ", wait.what));
-    return list;
-  }
+  // Not 0 when it was looked at how things are now, and found that everybody who waits for a budget has to:
+  // until somebody does something, nothing happens. Another number when something happened since. For tests.
+  uint64_t Settled() const;
 
-  // `wake` is called, without a lock, whenever a wait begins or ends. Returns a number for Unsubscribe.
-  uint64_t Subscribe(std::function<void()> wake) {
-    MutexLock lock(&mu_);
-    wakes_[++next_] = std::make_shared<std::function<void()>>(std::move(wake));
-    return next_;
-  }
-  void Unsubscribe(uint64_t id) {
-    MutexLock lock(&mu_);
-    wakes_.erase(id);
-  }
+  // Something happened elsewhere that may let a waiter go on: a holder let go. Cheap when nobody waits.
+  void LookAgain();
 
  private:
+  friend class MemoryBudget;
+
   struct Wait {
-    std::string owner;
+    WaitView view;
     std::string what;
-    bool refusable;
+    const MemoryBudget* budget = nullptr;  // of a request, which has a thread that sleeps here
+    CondVar* wake = nullptr;
+    bool awake = true;
   };
 
-  uint64_t Enter(const std::string& owner, std::string what, bool refusable) {
-    uint64_t id = 0;
-    {
-      MutexLock lock(&mu_);
-      id = ++next_;
-      waits_[id] = {owner, std::move(what), refusable};
-    }
-    WakeAll();
-    return id;
-  }
-  void Leave(uint64_t id) {
-    MutexLock lock(&mu_);
-    waits_.erase(id);
-  }
-  bool WaitsLocked(const std::string& owner) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return std::any_of(waits_.begin(), waits_.end(), [&](const auto& w) { return w.second.owner == owner; });
-  }
-  bool NewestWhileAllWait(uint64_t id, const std::set<std::string>& owners) const {
-    MutexLock lock(&mu_);
-    for (auto it = waits_.upper_bound(id); it != waits_.end(); ++it) {
-      if (it->second.refusable) return false;
-    }
-    return std::all_of(owners.begin(), owners.end(),
-                       [&](const std::string& o) ABSL_SHARED_LOCKS_REQUIRED(mu_) { return WaitsLocked(o); });
-  }
-  void WakeAll() {
-    std::vector<std::shared_ptr<std::function<void()>>> wakes;
-    {
-      MutexLock lock(&mu_);
-      for (const auto& [id, wake] : wakes_) wakes.push_back(wake);
-    }
-    for (const auto& wake : wakes) (*wake)();
-  }
+  uint64_t Enter(Wait wait) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Leave(uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Something changed. One of those who sleep looks at it, and wakes those whom it concerns.
+  void Moved() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Wake(uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Sleeps until woken or `until`. REQUIRES: `analysis` is of how things are, and says that `id` has to wait.
+  void Sleep(uint64_t id, const WaitAnalysis& analysis, absl::Time until) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Join(MemoryBudget* budget);
+  void Quit(MemoryBudget* budget);
 
-  mutable Mutex mu_;
+  // What all budgets and waits look like at one moment. Null when something moved meanwhile.
+  std::shared_ptr<const WaitAnalysis> Look(uint64_t seen) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  int IndexOf(const MemoryBudget* budget) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // "session-1 waits for …; …", oldest first; for error messages.
+  std::string Say(const std::vector<uint64_t>& ids) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
+  mutable Mutex mu_;  // of the budgets, too
   uint64_t next_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t moved_ ABSL_GUARDED_BY(mu_) = 0;
+  std::atomic<int64_t> waiting_ = 0;  // size of waits_
   std::map<uint64_t, Wait> waits_ ABSL_GUARDED_BY(mu_);
-  std::map<uint64_t, std::shared_ptr<std::function<void()>>> wakes_ ABSL_GUARDED_BY(mu_);
+  int64_t awake_ ABSL_GUARDED_BY(mu_) = 0;  // requests whose threads do not sleep
+  std::vector<MemoryBudget*> budgets_ ABSL_GUARDED_BY(mu_);
+  uint64_t analysed_ ABSL_GUARDED_BY(mu_) = 0;  // the state that analysis_ is of
+  std::shared_ptr<const WaitAnalysis> analysis_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace latentd

@@ -27,6 +27,7 @@ struct Candidate {
   std::string file;
   absl::string_view stem, variant;  // parts of `name`
   bool index = false;
+  bool without_shards = false;  // an index that a save in one file has left behind
 
   bool is_known() const { return stem == kDiffusers || stem == kTransformers; }
 };
@@ -60,7 +61,7 @@ std::optional<Candidate> Parse(const std::string& file) {
 auto Rank(const Candidate& c) {
   const int variant = c.variant.empty() ? 0 : c.variant == "non_ema" ? 2 : 1;
   const bool shards_first = c.stem != kTransformers;
-  return std::make_tuple(!c.is_known(), variant, c.variant, c.stem != kDiffusers, c.index != shards_first, c.file);
+  return std::make_tuple(c.without_shards, !c.is_known(), variant, c.variant, c.stem != kDiffusers, c.index != shards_first, c.file);
 }
 
 bool IsPickle(absl::string_view file) {
@@ -80,7 +81,12 @@ absl::StatusOr<std::string> PickWeightFile(const std::string& folder) {
   std::vector<Candidate> candidates;
   for (const std::string& file : files) {
     // Views into `files`, which stays as it is.
-    if (auto candidate = Parse(file)) candidates.push_back(*std::move(candidate));
+    auto candidate = Parse(file);
+    if (!candidate) continue;
+    candidate->without_shards = candidate->index && std::none_of(files.begin(), files.end(), [&](const std::string& f) {
+      return absl::StartsWith(f, candidate->stem) && absl::StrContains(f, "-of-") && absl::EndsWith(f, kEnding);
+    });
+    candidates.push_back(*std::move(candidate));
   }
   const std::string label = fs::path(folder).filename().string();
   const auto best = std::min_element(candidates.begin(), candidates.end(),

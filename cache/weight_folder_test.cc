@@ -59,15 +59,25 @@ TEST_F(WeightFolderTest, PlainShardsGoBeforeAWholeVariant) {
   EXPECT_EQ(Pick({"model-00001-of-00001.safetensors", "model.safetensors.index.json", "model.fp16.safetensors"}),
             "model.safetensors.index.json");
   EXPECT_EQ(Pick({"model.safetensors.index.json", "model.safetensors"}), "model.safetensors");
-  EXPECT_EQ(Pick({"diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors"}),
+  EXPECT_EQ(Pick({"diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors",
+                  "diffusion_pytorch_model-00001-of-00001.safetensors"}),
             "diffusion_pytorch_model.safetensors.index.json");
+}
+
+// diffusers fails for it.
+TEST_F(WeightFolderTest, AnIndexWhoseShardsAreGoneGivesWayToAWholeFile) {
+  EXPECT_EQ(Pick({"diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"}),
+            "diffusion_pytorch_model.safetensors");
+  EXPECT_EQ(Pick({"diffusion_pytorch_model.safetensors.index.json"}), "diffusion_pytorch_model.safetensors.index.json");
 }
 
 TEST_F(WeightFolderTest, BothSpellingsOfAVariantsIndexAreKnown) {
   for (const char* index : {"diffusion_pytorch_model.safetensors.index.fp16.json",
                             "diffusion_pytorch_model.fp16.safetensors.index.json"}) {
     EXPECT_EQ(Pick({index, "diffusion_pytorch_model.fp16-00001-of-00001.safetensors"}), index);
-    EXPECT_EQ(Pick({index, "diffusion_pytorch_model.non_ema.safetensors"}), index);
+    EXPECT_EQ(Pick({index, "diffusion_pytorch_model.non_ema.safetensors",
+                    "diffusion_pytorch_model.fp16-00001-of-00001.safetensors"}),
+              index);
     EXPECT_EQ(Pick({index, "diffusion_pytorch_model.safetensors"}), "diffusion_pytorch_model.safetensors");
   }
 }
@@ -76,7 +86,8 @@ TEST_F(WeightFolderTest, AFileOfAnotherNameIsTakenWhereItIsTheOnlyOne) {
   EXPECT_EQ(Pick({"ae.safetensors", "config.json"}), "ae.safetensors");
   EXPECT_EQ(Pick({"b.safetensors", "a.safetensors"}), "UNSUPPORTED_MODEL");
   EXPECT_THAT(message_, HasSubstr("unet has 2 files of weights (a.safetensors, b.safetensors)"));
-  EXPECT_EQ(Pick({"m.safetensors.index.json", "a.safetensors", "b.safetensors"}), "m.safetensors.index.json");
+  EXPECT_EQ(Pick({"m.safetensors.index.json", "m-00001-of-00001.safetensors", "a.safetensors", "b.safetensors"}),
+            "m.safetensors.index.json");
 }
 
 TEST_F(WeightFolderTest, WhereThereIsNoneItSaysWhatThereIs) {

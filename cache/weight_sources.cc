@@ -7,6 +7,7 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
@@ -22,20 +23,6 @@ using Shape = std::vector<int64_t>;
 constexpr char kMark[] = ".comfy_quant";
 constexpr char kMarksOfFile[] = "_quantization_metadata";  // the same in the header, by module
 constexpr int64_t kMaxMarkBytes = 64 << 10;
-
-bool IsWeightType(DType type) {
-  switch (type) {
-    case DType::kF64:
-    case DType::kF32:
-    case DType::kF16:
-    case DType::kBF16:
-    case DType::kF8E4M3:
-    case DType::kF8E5M2:
-      return true;
-    default:
-      return false;
-  }
-}
 
 // ------------------------------------------------------------------------------------------------------- names
 
@@ -62,7 +49,17 @@ constexpr absl::string_view kBeside[] = {
     "text_projection", "vision_model", "visual", "visual_projection", "vision_tower", "logit_scale", "logit_bias",
     "decoder", "lm_head"};
 
+// A layer of OpenCLIP's text encoder behind those that the network has: Stable Diffusion 2 reads all but the last one,
+// and its checkpoints have them all.
+bool IsLayerBehind(absl::string_view name, const ComponentLayout& layout) {
+  int64_t layer = 0;
+  return absl::ConsumePrefix(&name, "transformer.resblocks.") && absl::SimpleAtoi(name.substr(0, name.find('.')), &layer) &&
+         layout.Find("encoder.layers.0.layer_norm1.weight") &&
+         !layout.Find(absl::StrCat("encoder.layers.", layer, ".layer_norm1.weight"));
+}
+
 bool IsBeside(absl::string_view name, const ComponentLayout& layout) {
+  if (IsLayerBehind(name, layout)) return true;
   const absl::string_view head = name.substr(0, name.find('.'));
   if (std::find(std::begin(kBeside), std::end(kBeside), head) == std::end(kBeside)) return false;
   // "decoder" is a part of a VAE.
@@ -277,7 +274,7 @@ WeightSources FindWeightSources(const WeightFiles& files, const ComponentLayout&
     } else if (IsKnown(name, layout)) {
       sources.known.push_back(tensor);
     } else {
-      const bool extra = !IsWeightType(entry.info->dtype) || IsBeside(name, layout);
+      const bool extra = !IsFloatingPoint(entry.info->dtype) || IsBeside(name, layout);
       (extra ? sources.extra : sources.unknown).push_back(tensor);
     }
   }
@@ -293,7 +290,7 @@ absl::Status CheckWeightSources(const WeightFiles& files, const ComponentLayout&
   for (size_t i = 0; i < decls.size(); ++i) {
     const auto& from = sources.by_slot[i];
     if (from.empty()) missing.push_back(decls[i].name);
-    odd = odd || from.empty() || !IsWeightType(files.tensors().at(from.front().tensor).info->dtype);
+    odd = odd || from.empty() || !IsFloatingPoint(files.tensors().at(from.front().tensor).info->dtype);
   }
   if (odd) RETURN_IF_ERROR(NameQuantisation(files, prefix));
   if (!missing.empty()) return Mismatch("tensors are missing", missing);
@@ -301,7 +298,7 @@ absl::Status CheckWeightSources(const WeightFiles& files, const ComponentLayout&
   for (size_t i = 0; i < decls.size(); ++i) {
     const WeightSource& from = sources.by_slot[i].front();
     const TensorInfo& info = *files.tensors().at(from.tensor).info;
-    if (!IsWeightType(info.dtype)) {
+    if (!IsFloatingPoint(info.dtype)) {
       return MakeError(absl::StatusCode::kUnimplemented, "UNSUPPORTED_DTYPE",
                        absl::StrCat("tensor ", from.tensor, " is ", DTypeName(info.dtype),
                                     "; weights are read in fp64, fp32, fp16, bf16 or fp8"),

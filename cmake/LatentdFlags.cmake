@@ -6,6 +6,12 @@ endif()
 set(CMAKE_CXX_FLAGS_RELEASE "-O2 -g1")
 set(CMAKE_CXX_FLAGS_DEBUG "-O1 -g1 -fno-omit-frame-pointer")
 
+# Checked forms of the C library's functions on buffers, in all that is built: precompiled headers are shared between
+# libraries and tests, so flags are, too. They need optimisation, and sanitizers look for themselves.
+if(NOT LATENTD_SANITIZE)
+  string(APPEND CMAKE_CXX_FLAGS_RELEASE " -U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=2")
+endif()
+
 add_compile_options(-Wall -Wextra -Wno-unused-parameter -Wvla -fstack-protector-strong)
 if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
   add_compile_options(-Wthread-safety)
@@ -15,16 +21,6 @@ endif()
 include(CheckPIESupported)
 check_pie_supported()
 add_link_options(-Wl,-z,relro,-z,now)
-
-# latentd_fortify(TARGET…): checked forms of the C library's functions on buffers, for what reads bytes of strangers.
-# They need optimisation, and sanitizers look for themselves.
-function(latentd_fortify)
-  if(NOT LATENTD_SANITIZE)
-    foreach(target ${ARGN})
-      target_compile_options(${target} PRIVATE $<$<NOT:$<CONFIG:Debug>>:-U_FORTIFY_SOURCE> $<$<NOT:$<CONFIG:Debug>>:-D_FORTIFY_SOURCE=2>)
-    endforeach()
-  endif()
-endfunction()
 
 if(LATENTD_SANITIZE)
   add_compile_options(-fsanitize=${LATENTD_SANITIZE} -fno-sanitize-recover=all)

@@ -15,7 +15,8 @@ packages=(
   libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev
   # the daemon's other libraries
   libspdlog-dev libtomlplusplus-dev libcli11-dev nlohmann-json3-dev
-  libsentencepiece-dev libpcre2-dev libutf8proc-dev libpng-dev libjpeg-dev libssl-dev
+  libsentencepiece-dev libpcre2-dev libutf8proc-dev libpng-dev libjpeg-dev
+  libwebp-dev libgif-dev libssl-dev
   # tests; readelf, and the fuzz targets' compiler
   libgtest-dev libgmock-dev binutils clang libclang-rt-14-dev
 )

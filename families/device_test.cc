@@ -168,9 +168,9 @@ class DeviceTest : public testing::TestWithParam<at::ScalarType> {
   // With `added_dim`, as SDXL: 32 channels of pooled text and two numbers.
   static UNetConfig SmallUNet(int64_t added_dim) {
     UNetConfig config;
-    config.levels = {{32, 2, 1, false, true}, {64, 2, 2, true, true}};
+    config.levels = {UNetConfig::Level::Of(32, 2, 1, 1, false, true), UNetConfig::Level::Of(64, 2, 1, 2)};
+    config.middle = 2;
     config.context_dim = 24;
-    config.layers_per_block = 1;
     config.linear_projection = added_dim > 0;
     config.added_dim = added_dim;
     config.time_ids_dim = 8;
@@ -258,7 +258,7 @@ TEST_P(DeviceTest, UNets) {
         unet.PrepareConditioning(view, Host({2, 5, config.context_dim}), Host({2, 32}), Host({2, 2}));
     ExpectOnMeta(conditioning.context, {2, 5, config.context_dim});
     const int64_t copies = watch.copies();
-    const at::Tensor time = unet.TimeEmbedding(view, 500, conditioning);
+    const at::Tensor time = unet.TimeEmbedding(view, 500, 1, conditioning);
     ExpectOnMeta(time, {linear ? 2 : 1, config.time_dim()});
     ExpectOnMeta(unet(view, Meta({2, 4, 9, 7}), time, conditioning.context), {2, 4, 9, 7});
     EXPECT_EQ(watch.copies(), copies);

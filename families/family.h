@@ -66,6 +66,13 @@ struct PromptField {
   absl::string_view text;
 };
 
+// How much of one prompt one encoder reads, without the tokens that begin and end a window.
+struct TokenCount {
+  std::string field;      // "params.prompt": whose text it reads
+  std::string component;  // "text_encoder", …
+  int64_t read = 0, total = 0;
+};
+
 class Pipeline {
  public:
   virtual ~Pipeline() = default;
@@ -94,6 +101,10 @@ class Pipeline {
                               const GenerateParams& params, Conditioning& conditioning) const = 0;
   // All that Encode's result depends on besides weights and patches: equal keys, equal conditioning.
   virtual std::string EncodeKey(const std::string& component, const GenerateParams& params) const = 0;
+  // By prompt and encoder; of texts that take turns, the longest. REQUIRES: params passed Validate.
+  virtual absl::StatusOr<std::vector<TokenCount>> CountTokens(const GenerateParams& params) const {
+    return std::vector<TokenCount>();
+  }
   // Upper bound of the bytes that Encode adds to the conditioning.
   virtual int64_t ConditioningBytes(const std::string& component, const GenerateParams& params) const = 0;
 
@@ -113,6 +124,9 @@ class Pipeline {
   // One picture: latents [1, C, h, w] → uint8 [H, W, 3]. Errors: FAILED_PRECONDITION NON_FINITE.
   virtual absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
                                             const PhaseOptions& options) const = 0;
+  // What becomes of a decoded picture, uint8 [H, W, 3] in host memory, before it is a file. REQUIRES: params passed
+  // Validate.
+  virtual at::Tensor Finish(const at::Tensor& picture, const GenerateParams& params) const { return picture; }
   // The next smaller tile to try: below `tile`, or the first one when that is 0. 0: there is none.
   virtual int64_t SmallerTile(const GenerateParams& params, int64_t tile) const = 0;
 

@@ -85,6 +85,8 @@ struct GenerateParams {
   at::Tensor mask_image;
   // Grey is repainted in the last steps only: the darker, the later. Otherwise grey is black or white.
   std::optional<bool> gradient_mask;
+  // What the mask leaves is that of the init image, after the picture is decoded.
+  bool paste_back = false;
 
   // SDXL: what the model is told about the picture. Sizes are its own where absent, the crop is (0, 0).
   std::optional<PixelSize> original_size, target_size;

@@ -29,11 +29,15 @@ std::string PipelineClass(const std::string& folder) {
 
 absl::StatusOr<Component> DescribeVae(const std::string& config_folder,
                                       std::shared_ptr<const WeightFiles> files,
-                                      std::shared_ptr<const AutoencoderKl>& vae) {
+                                      std::shared_ptr<const AutoencoderKl>& vae,
+                                      LatentStatistics statistics) {
   Component component;
   component.name = "vae";
-  ASSIGN_OR_RETURN(const AutoencoderKlConfig config,
-                   AutoencoderKlConfig::Load(config_folder + "/config.json"));
+  ASSIGN_OR_RETURN(AutoencoderKlConfig config, AutoencoderKlConfig::Load(config_folder + "/config.json"));
+  if (statistics == LatentStatistics::kIgnored) {
+    config.latents_mean.clear();
+    config.latents_std.clear();
+  }
   const VaeFileLayout layout = DetectVaeFileLayout(*files, config);
   component.files = std::move(files);
   component.key_map = layout.key_map;

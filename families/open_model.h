@@ -20,11 +20,16 @@ absl::Status Unsupported(const std::string& what);
 // The class that a folder's model_index.json names; empty where there is none.
 std::string PipelineClass(const std::string& folder);
 
+// Whether a mean and a standard deviation of each latent channel, where the config has them, are taken off
+// and put back: of diffusers' pipelines, SDXL's does.
+enum class LatentStatistics { kIgnored, kUsed };
+
 // A VAE described by `config_folder`/config.json, with the weights of `files`, which may be those of a whole
 // checkpoint.
 absl::StatusOr<Component> DescribeVae(const std::string& config_folder,
                                       std::shared_ptr<const WeightFiles> files,
-                                      std::shared_ptr<const AutoencoderKl>& vae);
+                                      std::shared_ptr<const AutoencoderKl>& vae,
+                                      LatentStatistics statistics = LatentStatistics::kIgnored);
 
 // A folder's latentd.json, where there is one: `defaults` and `preview` are changed by what it says. Errors:
 // those of JsonConfig; UNSUPPORTED_MODEL for a preview of another number of channels.

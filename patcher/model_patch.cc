@@ -17,20 +17,6 @@ NamedShapes ShapesOf(const WeightFiles& files) {
   return shapes;
 }
 
-bool IsFloat(DType type) {
-  switch (type) {
-    case DType::kF64:
-    case DType::kF32:
-    case DType::kF16:
-    case DType::kBF16:
-    case DType::kF8E4M3:
-    case DType::kF8E5M2:
-      return true;
-    default:
-      return false;
-  }
-}
-
 bool IsFinite(const at::Tensor& t) {
   return t.numel() == 0 || t.is_meta() || std::isfinite(t.abs().amax().to(at::kDouble).item<double>());
 }
@@ -104,7 +90,7 @@ absl::StatusOr<std::shared_ptr<const ModelPatch>> ModelPatch::Outline(const Weig
   const auto read = [&](const std::string& name) -> absl::StatusOr<at::Tensor> {
     const TensorInfo& info = *files.tensors().at(name).info;
     constexpr int64_t kSmall = 1 << 10;  // bytes: an alpha, the size of a sparse part
-    if (info.bytes <= kSmall || !IsFloat(info.dtype)) return files.Read(name);
+    if (info.bytes <= kSmall || !IsFloatingPoint(info.dtype)) return files.Read(name);
     return at::empty(info.shape, at::TensorOptions().device(at::kMeta));
   };
   const LoadContext context([] { return false; }, [](int64_t, int64_t) {});

@@ -1,6 +1,7 @@
 #include "server/cache_service.h"
 
 #include <algorithm>
+#include <stop_token>
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
@@ -82,6 +83,17 @@ v1::DeviceStats ToProto(const Device& device, const DeviceStats& stats) {
   return out;
 }
 
+// A call that its client can cancel, or its deadline.
+class LoadCall : public UnaryAnswer {
+ public:
+  using UnaryAnswer::UnaryAnswer;
+  void OnCancel() override { stop_.request_stop(); }
+  std::stop_token stop_token() const { return stop_.get_token(); }
+
+ private:
+  std::stop_source stop_;
+};
+
 }  // namespace
 
 grpc::ServerUnaryReactor* CacheServiceImpl::GetCacheStats(grpc::CallbackServerContext* context,
@@ -151,17 +163,24 @@ grpc::ServerUnaryReactor* CacheServiceImpl::DropModel(grpc::CallbackServerContex
 grpc::ServerUnaryReactor* CacheServiceImpl::LoadModel(grpc::CallbackServerContext* context,
                                                       const v1::LoadModelRequest* request,
                                                       v1::LoadModelResponse* response) {
-  return OnWorker(core_, context, response, [=, this]() -> absl::Status {
-    RETURN_IF_ERROR(core_->CheckAccepting());
-    ASSIGN_OR_RETURN(
-        const PinBoard::Loaded loaded,
-        core_->pins->Load(request->name(), {request->components().begin(), request->components().end()},
-                          request->device(), request->pin()));
-    for (const ModelKey& key : loaded.keys) response->add_keys(key.ToString());
-    response->set_bytes(loaded.bytes);
-    response->set_loaded_records(loaded.loaded_records);
-    return absl::OkStatus();
-  });
+  auto* call = new LoadCall(core_, context, response);
+  absl::Status status = core_->CheckAccepting();
+  if (status.ok()) {
+    status = core_->pins->Submit([=, this] {
+      call->Send(GuardTensorCode("call", [&]() -> absl::Status {
+        ASSIGN_OR_RETURN(
+            const PinBoard::Loaded loaded,
+            core_->pins->Load(request->name(), {request->components().begin(), request->components().end()},
+                              request->device(), request->pin(), call->stop_token()));
+        for (const ModelKey& key : loaded.keys) response->add_keys(key.ToString());
+        response->set_bytes(loaded.bytes);
+        response->set_loaded_records(loaded.loaded_records);
+        return absl::OkStatus();
+      }));
+    });
+  }
+  if (!status.ok()) call->Send(status);
+  return call;
 }
 
 grpc::ServerUnaryReactor* CacheServiceImpl::UnloadModel(grpc::CallbackServerContext* context,

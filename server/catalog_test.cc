@@ -20,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "server/garbage_files.h"
 
 namespace latentd {
 namespace {
@@ -359,6 +360,119 @@ TEST_F(CatalogTest, ALorasIdIsOfWhatWasOpened) {
   fs::rename(root_ / "b.safetensors", root_ / "a.safetensors");  // after it was found
   EXPECT_NE(a.Request()->key.id, id);
   EXPECT_EQ(a.Request()->key.id, catalog.Lora("a")->id);
+}
+
+// A demo model whose files can be changed, in a root of its own beside a folder that is in none.
+class HostileModelTest : public CatalogTest {
+ protected:
+  HostileModelTest() : models_(root_ / "models"), model_(models_ / "m"), outside_(root_ / "outside") {
+    fs::create_directories(models_);
+    fs::copy("deploy/demo/models/shapes-flux", model_, fs::copy_options::recursive);
+    fs::copy(model_, outside_, fs::copy_options::recursive);
+  }
+  absl::Status Open(const std::string& name = "m") const {
+    return Catalog({models_.string()}, {}).Model(name).status();
+  }
+  void Replace(const std::string& file, const fs::path& target) const {
+    fs::remove_all(model_ / file);
+    fs::create_symlink(target, model_ / file);
+  }
+
+  const fs::path models_, model_, outside_;
+};
+
+TEST_F(HostileModelTest, LinksThatStayInTheRootAreFollowed) {
+  fs::rename(model_ / "vae", models_ / "shared_vae");
+  Replace("vae", "../shared_vae");
+  fs::rename(model_ / "scheduler/scheduler_config.json", models_ / "schedule.json");
+  Replace("scheduler/scheduler_config.json", models_ / "schedule.json");
+  Replace("notes.txt", "nowhere");
+  EXPECT_TRUE(Open().ok()) << Open();
+}
+
+TEST_F(HostileModelTest, LinksThatLeadOutOfTheRootAreRefused) {
+  for (const char* file : {"model_index.json", "transformer/config.json", "text_encoder_2",
+                           "tokenizer_2/spiece.model", "scheduler/scheduler_config.json", "latentd.json"}) {
+    fs::remove_all(model_);
+    fs::copy(outside_, model_, fs::copy_options::recursive);
+    ASSERT_TRUE(Open().ok());
+    for (const fs::path& target :
+         {outside_ / file, fs::relative(outside_ / file, (model_ / file).parent_path())}) {
+      Replace(file, target);
+      EXPECT_EQ(ErrorReason(Open()), "UNSAFE_FILE") << file << " -> " << target;
+    }
+  }
+  // By way of a folder in the root.
+  fs::remove_all(model_);
+  fs::copy(outside_, model_, fs::copy_options::recursive);
+  fs::rename(model_ / "vae", models_ / "shared_vae");
+  Replace("vae", "../shared_vae");
+  fs::remove(models_ / "shared_vae/config.json");
+  fs::create_symlink(outside_ / "vae/config.json", models_ / "shared_vae/config.json");
+  EXPECT_EQ(ErrorReason(Open()), "UNSAFE_FILE");
+}
+
+TEST_F(HostileModelTest, LinksInACircleEndTheLook) {
+  fs::create_directory_symlink("..", model_ / "up");
+  fs::create_directory_symlink(".", model_ / "self");
+  EXPECT_TRUE(Open().ok()) << Open();
+}
+
+// Whatever stands for a settings file: an error, and no thread that hangs.
+TEST_F(HostileModelTest, SettingsThatAreNoFileAreAnErrorAtOnce) {
+  std::vector<std::string> files;
+  for (const auto& entry : fs::recursive_directory_iterator(model_)) {
+    const std::string extension = entry.path().extension().string();
+    if (entry.is_regular_file() && extension != ".safetensors")
+      files.push_back(entry.path().lexically_relative(model_).string());
+  }
+  EXPECT_GT(files.size(), 10u);
+  for (const std::string& file : files) {
+    for (const auto& [name, make] : ThingsThatAreNoFile()) {
+      if (file == "model_index.json" && name != "a gigabyte of nothing") continue;  // then there is no model
+      fs::remove_all(model_ / file);
+      make(model_ / file);
+      const absl::Status status = Open();
+      // Some files no family reads.
+      if (!status.ok()) {
+        EXPECT_THAT(ErrorReason(status),
+                    ::testing::AnyOf("CORRUPT_FILE", "MISSING_FILE", "UNSAFE_FILE", "UNSUPPORTED_MODEL"))
+            << file << " is " << name;
+      }
+      fs::remove_all(model_ / file);
+      fs::copy(outside_ / file, model_ / file);
+    }
+  }
+  for (const char* file : {"transformer/config.json", "tokenizer_2/spiece.model", "latentd.json"}) {
+    fs::remove(model_ / file);
+    mkfifo((model_ / file).c_str(), 0600);
+    EXPECT_EQ(ErrorReason(Open()), "CORRUPT_FILE") << file;
+    fs::remove(model_ / file);
+    fs::copy(outside_ / file, model_ / file);
+  }
+}
+
+TEST_F(HostileModelTest, TheSidecarOfASingleFileIsReadWithTheSameCare) {
+  fs::copy(outside_ / "transformer", models_, fs::copy_options::recursive);
+  fs::path weights;
+  for (const auto& entry : fs::directory_iterator(models_)) {
+    if (entry.path().extension() == ".safetensors") weights = entry.path();
+  }
+  fs::rename(weights, models_ / "one.safetensors");
+  const fs::path sidecar = models_ / "one.json";
+  std::ofstream(sidecar) << R"({"base": "m"})";
+  EXPECT_TRUE(Open("one").ok()) << Open("one");
+  for (const std::string text : {"", "[]", "3", "{\"base\": 3}", "{\"base\": {}}", "{}"}) {
+    std::ofstream(sidecar, std::ios::trunc) << text;
+    EXPECT_EQ(ErrorReason(Open("one")), "UNSUPPORTED_MODEL") << text;
+  }
+  fs::remove(sidecar);
+  mkfifo(sidecar.c_str(), 0600);
+  EXPECT_EQ(ErrorReason(Open("one")), "CORRUPT_FILE");
+  fs::remove(sidecar);
+  std::ofstream(sidecar) << R"({"base": "m"})";
+  Replace("vae", outside_ / "vae");
+  EXPECT_EQ(ErrorReason(Open("one")), "UNSAFE_FILE");
 }
 
 }  // namespace

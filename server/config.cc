@@ -63,7 +63,8 @@ const std::vector<ConfigKey>& Table() {
        "A connection that says nothing and a call without a request are ended after this time, and so is one "
        "whose request stands still for three times as long."},
       {"admin_over_tcp", &Config::admin_over_tcp,
-       "Let clients on TCP change caps, trim, drop and unload, and delete or replace uploads. Without it only "
+       "Let clients on TCP change caps, trim, drop and unload, and delete or replace uploads. Without it "
+       "only "
        "those on a Unix socket may."},
       {"reflection", &Config::reflection, "Answer gRPC reflection, which grpcurl needs."},
       {"health", &Config::health, "Answer grpc.health.v1."},
@@ -96,6 +97,9 @@ const std::vector<ConfigKey>& Table() {
        "GiB "
        "without one), at least 4 GiB.",
        Unit::kBytes, kMiB, kAnySize, true},
+      {"conditioning_cap", &Config::conditioning_cap,
+       "Host memory for the encoded prompts that no job uses; auto: a sixteenth of ram_cap.", Unit::kBytes,
+       kMiB, kAnySize, true},
       {"memory_wait_timeout", &Config::memory_wait_timeout,
        "How long a job waits for others to free memory."},
       {"keep_alive", &Config::keep_alive,
@@ -129,9 +133,18 @@ const std::vector<ConfigKey>& Table() {
        "Highest priority of a session or job, and its negative the lowest; what is beyond is cut to it.",
        Unit::kNone, 0, kMany},
       {"priority_ageing", &Config::priority_ageing,
-       "A job that waits for its turn rises by one priority each time this has passed; never: only higher ones "
+       "A job that waits for its turn rises by one priority each time this has passed; never: only higher "
+       "ones "
        "run as long as there are any.",
        Unit::kNone, 0, 0, true},
+      {"max_unread_bytes", &Config::max_unread_bytes,
+       "A job makes no further picture file while its client has more than this to read.", Unit::kBytes,
+       64 << 10, kAnySize},
+      {"reader_timeout", &Config::reader_timeout,
+       "A session ends whose client, while something waited for it for this long, took nothing, or less than "
+       "min_read_rate."},
+      {"min_read_rate", &Config::min_read_rate, "Bytes a second that a client must read at least; see reader_timeout.",
+       Unit::kBytes, 1, kAnySize},
       {"upload_dir", &Config::upload_dir,
        "Folder for LoRAs that clients upload, which are served as uploads/NAME; the server's own, and in "
        "none of "
@@ -160,6 +173,9 @@ const std::vector<ConfigKey>& Table() {
       {"max_pixels", &Config::max_pixels, "Width × height of a picture, generated or sent.", Unit::kNone,
        64 * 64, int64_t{1} << 28},
       {"preview_max_px", &Config::preview_max_px, "Longer side of a preview.", Unit::kNone, 8, 2048},
+      {"picture_metadata", &Config::picture_metadata,
+       "Let pictures say how they were made where a request does not say: prompts, seed, models and all settings, for "
+       "`latentctl replay` and for programs that read A1111's text."},
       {"log_level",
        &Config::log_level,
        "Least level that is logged.",

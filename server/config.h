@@ -50,6 +50,7 @@ struct Config {
   std::string patch_mode = "auto";
 
   int64_t ram_cap = 0;
+  int64_t conditioning_cap = 0;  // 0: a share of ram_cap
   absl::Duration memory_wait_timeout = absl::Minutes(2);
   absl::Duration keep_alive = absl::InfiniteDuration();
   std::string residency = "auto";
@@ -64,6 +65,9 @@ struct Config {
   absl::Duration job_timeout = absl::Hours(1);
   int64_t max_priority = 100;
   absl::Duration priority_ageing = absl::Seconds(5);
+  int64_t max_unread_bytes = int64_t{4} << 20;
+  absl::Duration reader_timeout = absl::Minutes(2);
+  int64_t min_read_rate = int64_t{16} << 10;
 
   std::string upload_dir;
   int64_t upload_max_bytes = int64_t{2} << 30;
@@ -76,6 +80,7 @@ struct Config {
   int64_t max_image_bytes = int64_t{32} << 20;
   int64_t max_pixels = int64_t{2048} * 2048;
   int64_t preview_max_px = 256;
+  bool picture_metadata = false;
 
   std::string log_level = "info";
   std::string log_format = "text";

@@ -22,6 +22,7 @@
 #include "latentd/v1/denoise.grpc.pb.h"
 #include "latentd/v1/model.grpc.pb.h"
 #include "latentd/v1/server.grpc.pb.h"
+#include "server/ctl_ask.h"
 #include "server/ctl_memory.h"
 #include "server/ctl_text.h"
 #include "server/sha256.h"
@@ -30,36 +31,6 @@ namespace latentd::ctl {
 namespace {
 
 constexpr size_t kUploadChunk = size_t{1} << 20;
-
-// One unary call: connects, calls `method` of Service's stub, gives the response.
-template <typename Service, typename Request, typename Response>
-absl::StatusOr<Response> Ask(const GlobalOptions& global,
-                             grpc::Status (Service::Stub::*method)(grpc::ClientContext*, const Request&,
-                                                                   Response*),
-                             const Request& request, std::optional<absl::Duration> limit = kUnaryLimit) {
-  ASSIGN_OR_RETURN(auto channel, Connect(global));
-  auto stub = Service::NewStub(channel);
-  Call call(global, limit);
-  Response response;
-  RETURN_IF_ERROR(call.Result((stub.get()->*method)(call.context(), request, &response)));
-  return response;
-}
-
-// All pages of a list, as one.
-template <typename Request, typename Response>
-absl::StatusOr<Response> AskForAll(const GlobalOptions& global,
-                                   grpc::Status (v1::ModelService::Stub::*method)(grpc::ClientContext*,
-                                                                                  const Request&, Response*),
-                                   Request request = {}) {
-  Response all;
-  do {
-    ASSIGN_OR_RETURN(const Response page, Ask<v1::ModelService>(global, method, request));
-    all.MergeFrom(page);
-    request.set_page_token(page.next_page_token());
-  } while (!request.page_token().empty());
-  all.clear_next_page_token();
-  return all;
-}
 
 void Print(const std::string& text) {
   std::fwrite(text.data(), 1, text.size(), stdout);
@@ -136,6 +107,7 @@ absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, con
   if (job.out.empty() && !global.json && !job.show) {
     const v1::ImageFormat format = request.params().image_format();
     options.out = absl::StrCat("latentd-{seed}.", format == v1::IMAGE_FORMAT_JPEG      ? "jpg"
+                                                  : format == v1::IMAGE_FORMAT_WEBP    ? "webp"
                                                   : format == v1::IMAGE_FORMAT_LATENTS ? "safetensors"
                                                                                        : "png");
   }

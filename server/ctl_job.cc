@@ -31,7 +31,30 @@ absl::Status FileError(absl::string_view what, const std::string& file, int erro
                    absl::StrCat("cannot ", what, " '", file, "': ", std::strerror(error)), {{"file", file}});
 }
 
-absl::StatusOr<std::string> ReadFile(const std::string& file) {
+std::string Bar(double share) {
+  const int full = static_cast<int>(std::clamp(share, 0.0, 1.0) * kBarWidth);
+  std::string out;
+  for (int i = 0; i < kBarWidth; ++i) out += i < full ? "█" : "░";
+  return out;
+}
+
+v1::ImageFormat FormatOf(const JobOptions& options) {
+  const auto is = [&](absl::string_view format, absl::string_view extension) {
+    return options.format.empty() ? absl::EndsWithIgnoreCase(options.out, extension)
+                                  : options.format == format;
+  };
+  if (options.format == "latents") return v1::IMAGE_FORMAT_LATENTS;
+  if (is("webp", ".webp")) return v1::IMAGE_FORMAT_WEBP;
+  return is("jpeg", ".jpg") || is("jpeg", ".jpeg") ? v1::IMAGE_FORMAT_JPEG : v1::IMAGE_FORMAT_PNG;
+}
+
+void SetInitImageStrength(const JobOptions& options, v1::GenerateParams& params) {
+  if (options.strength) params.mutable_init_image()->set_strength(*options.strength);
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> ReadLocalFile(const std::string& file) {
   errno = 0;
   std::ifstream stream(file, std::ios::binary);
   std::ostringstream text;
@@ -39,7 +62,7 @@ absl::StatusOr<std::string> ReadFile(const std::string& file) {
   return std::move(text).str();
 }
 
-absl::Status WriteFile(const std::string& file, const std::string& data) {
+absl::Status WriteLocalFile(const std::string& file, const std::string& data) {
   if (file == "-") {
     std::fwrite(data.data(), 1, data.size(), stdout);
     return std::fflush(stdout) == 0 ? absl::OkStatus() : FileError("write", "stdout", errno);
@@ -51,22 +74,12 @@ absl::Status WriteFile(const std::string& file, const std::string& data) {
   return stream ? absl::OkStatus() : FileError("write", file, errno != 0 ? errno : EIO);
 }
 
-std::string Bar(double share) {
-  const int full = static_cast<int>(std::clamp(share, 0.0, 1.0) * kBarWidth);
-  std::string out;
-  for (int i = 0; i < kBarWidth; ++i) out += i < full ? "█" : "░";
-  return out;
+void AddInputFlags(CLI::App& app, JobOptions& options) {
+  app.add_option("-i,--image", options.image, "Picture to start from: a PNG, JPEG, WebP, GIF or BMP file");
+  app.add_option("--mask", options.mask, "Picture of what of --image to repaint, in white");
+  app.add_option("--latents", options.latents, "Latents to go on from, of a job with --format latents");
+  app.add_option("--control", options.control, "Picture to draw after, with a control model or LoRA");
 }
-
-bool IsJpegName(absl::string_view name) {
-  return absl::EndsWithIgnoreCase(name, ".jpg") || absl::EndsWithIgnoreCase(name, ".jpeg");
-}
-
-void SetInitImageStrength(const JobOptions& options, v1::GenerateParams& params) {
-  if (options.strength) params.mutable_init_image()->set_strength(*options.strength);
-}
-
-}  // namespace
 
 void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("-m,--model", options.model, "Model; the server's default when left out");
@@ -94,16 +107,16 @@ void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("--max-sequence-length", options.max_sequence_length, "Tokens of the long text encoder");
   app.add_option("--seed", options.seed, "Seed; drawn by the server when left out");
   app.add_option("-c,--count", options.count, "Pictures, of seed, seed + 1, …");
-  app.add_option("-i,--image", options.image, "PNG or JPEG file to start from");
-  app.add_option("--mask", options.mask, "PNG or JPEG file: what of --image to repaint, in white");
-  app.add_option("--latents", options.latents, "Latents to go on from, of a job with --format latents");
+  AddInputFlags(app, options);
+  app.add_flag("--paste-back", options.paste_back, "Put back what --mask leaves, to the pixel");
+  app.add_flag(
+      "--metadata,!--no-metadata", options.metadata,
+      "Let the pictures say how they were made, prompts included, for `replay` [as the server does]");
   app.add_option("--denoising-start", options.denoising_start, "Where the job before stopped, 0 to 1");
   app.add_option("--denoising-end", options.denoising_end, "Where to stop, 0 to 1");
-  app.add_option("--control", options.control,
-                 "PNG or JPEG file to draw after, with a control model or LoRA");
   app.add_option("--strength", options.strength, "How much of the init image is redone, above 0 to 1");
   app.add_option("--format", options.format, "Of the pictures; else by the extension of --out")
-      ->check(CLI::IsMember({"png", "jpeg", "latents"}));
+      ->check(CLI::IsMember({"png", "jpeg", "webp", "latents"}));
   app.add_option("--vae-tiling", options.vae_tiling, "Whether pictures are decoded and encoded in tiles")
       ->check(CLI::IsMember({"never", "when-needed", "always"}));
   app.add_option("--preview-every", options.preview_every, "A preview each so many steps");
@@ -153,25 +166,26 @@ absl::StatusOr<v1::GenerateParams> Params(const JobOptions& options) {
   if (options.seed) params.set_seed(*options.seed);
   if (options.count) params.set_count(*options.count);
   if (!options.image.empty()) {
-    ASSIGN_OR_RETURN(std::string data, ReadFile(options.image));
+    ASSIGN_OR_RETURN(std::string data, ReadLocalFile(options.image));
     params.mutable_init_image()->set_data(std::move(data));
     SetInitImageStrength(options, params);
   } else if (options.strength) {
     return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", "--strength needs --image");
   }
   if (!options.mask.empty()) {
-    ASSIGN_OR_RETURN(*params.mutable_mask_image()->mutable_data(), ReadFile(options.mask));
+    ASSIGN_OR_RETURN(*params.mutable_mask_image()->mutable_data(), ReadLocalFile(options.mask));
+    if (options.paste_back) params.mutable_mask_image()->set_paste_back(true);
+  } else if (options.paste_back) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", "--paste-back needs --mask");
   }
   if (!options.latents.empty()) {
-    ASSIGN_OR_RETURN(*params.mutable_init_latents(), ReadFile(options.latents));
+    ASSIGN_OR_RETURN(*params.mutable_init_latents(), ReadLocalFile(options.latents));
   }
   if (!options.control.empty()) {
-    ASSIGN_OR_RETURN(*params.mutable_control_image()->mutable_data(), ReadFile(options.control));
+    ASSIGN_OR_RETURN(*params.mutable_control_image()->mutable_data(), ReadLocalFile(options.control));
   }
-  const bool jpeg = options.format.empty() ? IsJpegName(options.out) : options.format == "jpeg";
-  params.set_image_format(options.format == "latents" ? v1::IMAGE_FORMAT_LATENTS
-                          : jpeg                      ? v1::IMAGE_FORMAT_JPEG
-                                                      : v1::IMAGE_FORMAT_PNG);
+  params.set_image_format(FormatOf(options));
+  if (options.metadata) params.set_picture_metadata(*options.metadata);
   params.set_preview_every(options.preview_every);
   v1::VaeTiling tiling = v1::VAE_TILING_UNSPECIFIED;
   v1::VaeTiling_Parse(absl::StrCat("VAE_TILING_", absl::AsciiStrToUpper(
@@ -231,7 +245,7 @@ absl::Status JobOutput::OnImage(const ReceivedImage& image) {
   if (options_.out.empty()) return absl::OkStatus();
   const std::string file =
       ExpandOutput(options_.out, {options_.job, image.header.index(), image.header.seed(), options_.count});
-  RETURN_IF_ERROR(WriteFile(file, image.data));
+  RETURN_IF_ERROR(WriteLocalFile(file, image.data));
   if (!options_.quiet && file != "-") {
     std::printf("%s%s  %d×%d  seed %llu  %s\n", Prefix().c_str(), file.c_str(), image.header.width(),
                 image.header.height(), static_cast<unsigned long long>(image.header.seed()),
@@ -256,6 +270,10 @@ void JobOutput::OnDone(const v1::JobEvent::Done& done) {
                  static_cast<long long>(lora.unmatched_count()),
                  static_cast<long long>(lora.layers_in_file()),
                  Printable(absl::StrJoin(lora.unmatched_samples(), ", ")).c_str());
+  }
+  for (const v1::Warning& warning : done.warnings()) {
+    std::fprintf(stderr, "%s%s: %s\n", Prefix().c_str(), Printable(warning.field()).c_str(),
+                 Printable(warning.message()).c_str());
   }
   const v1::Timings& t = done.timings();
   std::fprintf(stderr, "%sdone in %s: queue %s, load %s, encode %s, denoise %s, decode %s\n",

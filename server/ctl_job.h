@@ -31,6 +31,8 @@ struct JobOptions {
   std::string prompt_syntax;
   std::optional<uint64_t> seed;
   std::string image, control, mask, latents;
+  bool paste_back = false;
+  std::optional<bool> metadata;
   std::string format;
   std::string vae_tiling;
   int preview_every = 0;
@@ -41,6 +43,12 @@ struct JobOptions {
   bool raw = false;
 };
 
+// Errors: LOCAL_FILE, NOT_FOUND where it is not there. Writing to "-" is to stdout.
+absl::StatusOr<std::string> ReadLocalFile(const std::string& file);
+absl::Status WriteLocalFile(const std::string& file, const std::string& data);
+
+// --image, --mask, --latents and --control: the pictures that a request brings.
+void AddInputFlags(CLI::App& app, JobOptions& options);
 void AddJobFlags(CLI::App& app, JobOptions& options);
 
 absl::StatusOr<std::vector<v1::LoraRef>> Loras(const JobOptions& options);

@@ -102,8 +102,11 @@ std::string ErrorText(const absl::Status& status, bool json) {
   }
   std::string out = absl::StrCat("latentctl: ", code, reason.empty() || reason == code ? "" : " ",
                                  reason == code ? "" : reason, ": ", Printable(status.message()), "\n");
-  for (const auto& [key, value] : details)
+  for (const auto& [key, value] : details) {
+    if (key == "field" && absl::StartsWith(status.message(), absl::StrCat(value, ":")))
+      continue;  // it is said
     absl::StrAppend(&out, "  ", Printable(key), ": ", Printable(value), "\n");
+  }
   return out;
 }
 

@@ -10,10 +10,15 @@
 #include <csetjmp>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "cache/error.h"
+#include "server/image_decoders.h"
+#include "server/image_metadata.h"
 
 namespace latentd {
 namespace {
@@ -26,23 +31,10 @@ constexpr int kMaxJpegScans = 200;
 
 constexpr size_t kMessageSize = JMSG_LENGTH_MAX;
 
-absl::Status CheckPixels(absl::Span<const uint8_t> pixels, int width, int height) {
-  if (width <= 0 || height <= 0 || width > kMaxSide || height > kMaxSide ||
-      pixels.size() != static_cast<size_t>(width) * height * 3) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "INVALID_IMAGE",
-                     absl::StrCat(pixels.size(), " bytes are not ", width, "×", height, " RGB pixels"));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckSize(int64_t width, int64_t height, const DecodeLimits& limits, absl::string_view field) {
-  if (width <= 0 || height <= 0 || width > kMaxSide || height > kMaxSide ||
-      width * height > limits.max_pixels) {
-    return FieldError(field, absl::StrCat("a picture of ", width, "×", height, " is over the limit of ",
-                                          limits.max_pixels, " pixels"));
-  }
-  return absl::OkStatus();
-}
+// The texts that notes are written as.
+constexpr char kRecordKey[] = "latentd", kParametersKey[] = "parameters";
+constexpr absl::string_view kRecordComment = "latentd:";
+constexpr size_t kMaxComment = 65533;
 
 absl::Status EncodeFailed(const char* message) {
   return MakeError(absl::StatusCode::kInternal, "ENCODE_FAILED", absl::StrCat("cannot encode: ", message));
@@ -105,12 +97,12 @@ bool ReadPngHeader(png_structp png, png_infop info, PngSource* source) {
   return true;
 }
 
-bool ReadPngPixels(png_structp png, png_infop info, uint8_t* pixels, size_t row_bytes) {
+bool ReadPngPixels(png_structp png, png_infop info, bool alpha, uint8_t* pixels, size_t row_bytes) {
   if (setjmp(png_jmpbuf(png)) != 0) return false;
   png_set_expand(png);
   png_set_scale_16(png);
   png_set_gray_to_rgb(png);
-  png_set_strip_alpha(png);
+  if (!alpha) png_set_strip_alpha(png);
   const int passes = png_set_interlace_handling(png);
   png_read_update_info(png, info);
   if (png_get_rowbytes(png, info) != row_bytes) png_error(png, "unusual pixel format");
@@ -137,22 +129,47 @@ struct PngWriter {
   ~PngWriter() { png_destroy_write_struct(&png, &info); }
 };
 
-absl::StatusOr<RgbImage> DecodePng(absl::string_view file, const DecodeLimits& limits,
-                                   absl::string_view field) {
+bool HasAlpha(png_structp png, png_infop info) {
+  return (png_get_color_type(png, info) & PNG_COLOR_MASK_ALPHA) != 0 ||
+         png_get_valid(png, info, PNG_INFO_tRNS) != 0;
+}
+
+// RGBA → RGB and alpha.
+void SplitAlpha(const std::vector<uint8_t>& rgba, DecodedImage& out) {
+  const size_t pixels = rgba.size() / 4;
+  out.image.pixels.resize(pixels * 3);
+  out.alpha.resize(pixels);
+  for (size_t i = 0; i < pixels; ++i) {
+    std::copy_n(&rgba[4 * i], 3, &out.image.pixels[3 * i]);
+    out.alpha[i] = rgba[4 * i + 3];
+  }
+}
+
+absl::StatusOr<DecodedImage> DecodePng(const DecodeRequest& request) {
   PngReader reader;
   if (reader.info == nullptr) return absl::ResourceExhaustedError("no memory for a PNG reader");
-  PngSource source{file};
-  const auto broken = [&] { return FieldError(field, absl::StrCat("broken PNG: ", reader.error.message)); };
+  PngSource source{request.file};
+  const auto broken = [&] {
+    return FieldError(request.field, absl::StrCat("broken PNG: ", reader.error.message));
+  };
   if (!ReadPngHeader(reader.png, reader.info, &source)) return broken();
-  RgbImage image;
   const int64_t width = png_get_image_width(reader.png, reader.info);
   const int64_t height = png_get_image_height(reader.png, reader.info);
-  RETURN_IF_ERROR(CheckSize(width, height, limits, field));
-  image.width = static_cast<int>(width);
-  image.height = static_cast<int>(height);
-  image.pixels.resize(width * height * 3);
-  if (!ReadPngPixels(reader.png, reader.info, image.pixels.data(), width * 3)) return broken();
-  return image;
+  RETURN_IF_ERROR(CheckImageSize(request, width, height));
+  DecodedImage out;
+  out.image.width = static_cast<int>(width);
+  out.image.height = static_cast<int>(height);
+  const bool alpha = request.alpha && HasAlpha(reader.png, reader.info);
+  const int64_t row_bytes = width * (alpha ? 4 : 3);
+  std::vector<uint8_t> pixels(static_cast<size_t>(row_bytes * height));
+  if (!ReadPngPixels(reader.png, reader.info, alpha, pixels.data(), static_cast<size_t>(row_bytes)))
+    return broken();
+  if (alpha) {
+    SplitAlpha(pixels, out);
+  } else {
+    out.image.pixels = std::move(pixels);
+  }
+  return out;
 }
 
 // ---- JPEG ----
@@ -195,12 +212,14 @@ bool ReadJpegHeader(j_decompress_ptr jpeg, JpegError* error, absl::string_view f
   return true;
 }
 
+// `pixels`: three channels, or the four of CMYK.
 bool ReadJpegPixels(j_decompress_ptr jpeg, JpegError* error, uint8_t* pixels) {
   if (setjmp(error->jump) != 0) return false;
-  jpeg->out_color_space = JCS_RGB;
+  const bool cmyk = jpeg->num_components == 4;
+  jpeg->out_color_space = cmyk ? JCS_CMYK : JCS_RGB;
   jpeg->dct_method = JDCT_ISLOW;
   jpeg_start_decompress(jpeg);
-  const size_t row_bytes = static_cast<size_t>(jpeg->output_width) * 3;
+  const size_t row_bytes = static_cast<size_t>(jpeg->output_width) * (cmyk ? 4 : 3);
   while (jpeg->output_scanline < jpeg->output_height) {
     JSAMPROW row = pixels + jpeg->output_scanline * row_bytes;
     jpeg_read_scanlines(jpeg, &row, 1);
@@ -210,7 +229,8 @@ bool ReadJpegPixels(j_decompress_ptr jpeg, JpegError* error, uint8_t* pixels) {
 }
 
 bool WriteJpeg(j_compress_ptr jpeg, JpegError* error, absl::Span<const uint8_t> pixels, int width, int height,
-               int quality, unsigned char** out, unsigned long* size) {
+               int quality, const std::vector<std::string>* comments, unsigned char** out,
+               unsigned long* size) {
   if (setjmp(error->jump) != 0) return false;
   jpeg_create_compress(jpeg);
   jpeg_mem_dest(jpeg, out, size);
@@ -223,6 +243,10 @@ bool WriteJpeg(j_compress_ptr jpeg, JpegError* error, absl::Span<const uint8_t> 
   jpeg->dct_method = JDCT_ISLOW;
   if (quality >= 90) jpeg->comp_info[0].h_samp_factor = jpeg->comp_info[0].v_samp_factor = 1;
   jpeg_start_compress(jpeg, TRUE);
+  for (size_t i = 0; i < comments->size(); ++i) {
+    jpeg_write_marker(jpeg, JPEG_COM, reinterpret_cast<const JOCTET*>((*comments)[i].data()),
+                      static_cast<unsigned>((*comments)[i].size()));
+  }
   while (jpeg->next_scanline < jpeg->image_height) {
     JSAMPROW row = const_cast<JSAMPROW>(pixels.data() + static_cast<size_t>(jpeg->next_scanline) * width * 3);
     jpeg_write_scanlines(jpeg, &row, 1);
@@ -258,35 +282,102 @@ struct JpegWriter {
   }
 };
 
-absl::StatusOr<RgbImage> DecodeJpeg(absl::string_view file, const DecodeLimits& limits,
-                                    absl::string_view field) {
+// As Pillow does it: ink is what is missing from 255, as Adobe's programs write it and nearly everybody else.
+std::vector<uint8_t> RgbOfInvertedCmyk(const std::vector<uint8_t>& cmyk) {
+  const auto share = [](int a, int b) {  // a · b / 255, rounded
+    const int product = a * b + 128;
+    return ((product >> 8) + product) >> 8;
+  };
+  std::vector<uint8_t> rgb(cmyk.size() / 4 * 3);
+  for (size_t i = 0; i < cmyk.size() / 4; ++i) {
+    const int light = cmyk[4 * i + 3];
+    for (size_t c = 0; c < 3; ++c) {
+      rgb[3 * i + c] = static_cast<uint8_t>(std::max(0, light - share(255 - cmyk[4 * i + c], light)));
+    }
+  }
+  return rgb;
+}
+
+absl::StatusOr<DecodedImage> DecodeJpeg(const DecodeRequest& request) {
   JpegReader reader;
-  const auto broken = [&] { return FieldError(field, absl::StrCat("broken JPEG: ", reader.error.message)); };
-  if (!ReadJpegHeader(&reader.jpeg, &reader.error, file)) return broken();
-  RETURN_IF_ERROR(CheckSize(reader.jpeg.image_width, reader.jpeg.image_height, limits, field));
-  if (reader.jpeg.num_components > 3)
-    return FieldError(field, "a JPEG with four colour channels; convert it to RGB");
+  const auto broken = [&] {
+    return FieldError(request.field, absl::StrCat("broken JPEG: ", reader.error.message));
+  };
+  if (!ReadJpegHeader(&reader.jpeg, &reader.error, request.file)) return broken();
+  RETURN_IF_ERROR(CheckImageSize(request, reader.jpeg.image_width, reader.jpeg.image_height));
+  const int channels = reader.jpeg.num_components;
+  if (channels != 1 && channels != 3 && channels != 4) {
+    return FieldError(request.field,
+                      absl::StrCat("a JPEG of ", channels, " colour channels; convert it to RGB"));
+  }
   reader.jpeg.progress = &reader.progress;
-  RgbImage image;
-  image.width = static_cast<int>(reader.jpeg.image_width);
-  image.height = static_cast<int>(reader.jpeg.image_height);
-  image.pixels.resize(static_cast<size_t>(image.width) * image.height * 3);
-  if (!ReadJpegPixels(&reader.jpeg, &reader.error, image.pixels.data())) return broken();
-  return image;
+  DecodedImage out;
+  out.image.width = static_cast<int>(reader.jpeg.image_width);
+  out.image.height = static_cast<int>(reader.jpeg.image_height);
+  std::vector<uint8_t> pixels(static_cast<size_t>(out.image.width) * static_cast<size_t>(out.image.height) *
+                              (channels == 4 ? 4 : 3));
+  if (!ReadJpegPixels(&reader.jpeg, &reader.error, pixels.data())) return broken();
+  out.image.pixels = channels == 4 ? RgbOfInvertedCmyk(pixels) : std::move(pixels);
+  return out;
+}
+
+// What is longer than a comment comes in several; the parameters last, since readers that know one comment
+// take that.
+std::vector<std::string> JpegComments(const PictureNotes& notes) {
+  std::vector<std::string> comments;
+  const size_t piece = kMaxComment - kRecordComment.size();
+  for (size_t at = 0; at < notes.record.size(); at += piece) {
+    comments.push_back(absl::StrCat(kRecordComment, notes.record.substr(at, piece)));
+  }
+  if (!notes.parameters.empty() && notes.parameters.size() <= kMaxComment)
+    comments.push_back(notes.parameters);
+  return comments;
+}
+
+absl::StatusOr<DecodedImage> DecodeByKind(const DecodeRequest& request) {
+  const absl::string_view file = request.file;
+  if (IsPng(file)) return DecodePng(request);
+  if (IsJpeg(file)) return DecodeJpeg(request);
+  if (IsWebp(file)) return DecodeWebp(request);
+  if (absl::StartsWith(file, "GIF8")) return DecodeGif(request);
+  if (absl::StartsWith(file, "BM")) return DecodeBmp(request);
+  return FieldError(request.field, file.empty() ? "is empty" : "is none of PNG, JPEG, WebP, GIF and BMP");
 }
 
 }  // namespace
 
+absl::Status CheckRgbPixels(absl::Span<const uint8_t> pixels, int width, int height) {
+  if (width <= 0 || height <= 0 || width > kMaxSide || height > kMaxSide ||
+      pixels.size() != static_cast<size_t>(width) * static_cast<size_t>(height) * 3) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "INVALID_IMAGE",
+                     absl::StrCat(pixels.size(), " bytes are not ", width, "×", height, " RGB pixels"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckImageSize(const DecodeRequest& request, int64_t width, int64_t height) {
+  if (width <= 0 || height <= 0 || width > kMaxSide || height > kMaxSide ||
+      width * height > request.limits.max_pixels) {
+    return FieldError(request.field,
+                      absl::StrCat("a picture of ", width, "×", height, " is over the limit of ",
+                                   request.limits.max_pixels, " pixels"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::string> EncodePng(absl::Span<const uint8_t> pixels, int width, int height,
-                                      const PngTexts& texts) {
-  RETURN_IF_ERROR(CheckPixels(pixels, width, height));
+                                      const PictureNotes& notes) {
+  RETURN_IF_ERROR(CheckRgbPixels(pixels, width, height));
   std::vector<png_text> entries;
   char empty[] = "";
-  for (const auto& [key, value] : texts) {
+  for (const auto& [key, value] :
+       {std::pair<const char*, const std::string&>{kParametersKey, notes.parameters},
+        {kRecordKey, notes.record}}) {
+    if (value.empty()) continue;
     png_text entry = {};
     const bool ascii = std::all_of(value.begin(), value.end(), [](unsigned char c) { return c < 0x80; });
     entry.compression = ascii ? PNG_TEXT_COMPRESSION_NONE : PNG_ITXT_COMPRESSION_NONE;
-    entry.key = const_cast<char*>(key.c_str());
+    entry.key = const_cast<char*>(key);
     entry.text = const_cast<char*>(value.c_str());
     (ascii ? entry.text_length : entry.itxt_length) = value.size();
     entry.lang = entry.lang_key = empty;
@@ -301,25 +392,68 @@ absl::StatusOr<std::string> EncodePng(absl::Span<const uint8_t> pixels, int widt
   return out;
 }
 
-absl::StatusOr<std::string> EncodeJpeg(absl::Span<const uint8_t> pixels, int width, int height, int quality) {
-  RETURN_IF_ERROR(CheckPixels(pixels, width, height));
+absl::StatusOr<std::string> EncodeJpeg(absl::Span<const uint8_t> pixels, int width, int height, int quality,
+                                       const PictureNotes& notes) {
+  RETURN_IF_ERROR(CheckRgbPixels(pixels, width, height));
+  const std::vector<std::string> comments = JpegComments(notes);
   JpegWriter writer;
-  if (!WriteJpeg(&writer.jpeg, &writer.error, pixels, width, height, quality, &writer.data, &writer.size)) {
+  if (!WriteJpeg(&writer.jpeg, &writer.error, pixels, width, height, quality, &comments, &writer.data,
+                 &writer.size)) {
     return EncodeFailed(writer.error.message);
   }
   return std::string(reinterpret_cast<const char*>(writer.data), writer.size);
 }
 
+std::optional<std::string> RecordIn(absl::string_view file) {
+  if (IsWebp(file)) return ExifDescription(ExifOf(file));
+  const absl::string_view key(kRecordKey, sizeof kRecordKey);  // with the zero that ends it
+  std::optional<std::string> record;
+  for (const ImageChunk& chunk : ImageChunks(file)) {
+    absl::string_view data = chunk.data;
+    if (chunk.type == "tEXt" && absl::ConsumePrefix(&data, key)) return std::string(data);
+    if (chunk.type == "COM" && absl::ConsumePrefix(&data, kRecordComment)) {
+      record = absl::StrCat(record.value_or(""), data);
+    }
+  }
+  return record;
+}
+
 absl::StatusOr<RgbImage> DecodeImage(absl::string_view file, const DecodeLimits& limits,
-                                     absl::string_view field) {
+                                     absl::string_view field, AlphaUse alpha) {
   if (static_cast<int64_t>(file.size()) > limits.max_bytes) {
     return FieldError(
         field, absl::StrCat("a file of ", file.size(), " bytes is over the limit of ", limits.max_bytes));
   }
-  if (absl::StartsWith(file, absl::string_view("\x89PNG\r\n\x1a\n", 8)))
-    return DecodePng(file, limits, field);
-  if (absl::StartsWith(file, "\xff\xd8\xff")) return DecodeJpeg(file, limits, field);
-  return FieldError(field, file.empty() ? "is empty" : "is neither a PNG nor a JPEG file");
+  ASSIGN_OR_RETURN(DecodedImage decoded, DecodeByKind({file, limits, field, alpha == AlphaUse::kMask}));
+  if (std::any_of(decoded.alpha.begin(), decoded.alpha.end(), [](uint8_t a) { return a != 255; })) {
+    for (size_t i = 0; i < decoded.alpha.size(); ++i) {
+      std::fill_n(&decoded.image.pixels[3 * i], 3, decoded.alpha[i]);
+    }
+  }
+  return TurnUpright(std::move(decoded.image), ExifOrientation(ExifOf(file)));
+}
+
+RgbImage TurnUpright(RgbImage image, int orientation) {
+  if (orientation <= 1 || orientation > 8) return image;
+  // Rows and columns change places from 5 on; what is right or below comes first then.
+  const bool swapped = orientation >= 5;
+  const bool from_right = orientation == 2 || orientation == 3 || orientation == 7 || orientation == 8;
+  const bool from_below = orientation == 3 || orientation == 4 || orientation == 6 || orientation == 7;
+  RgbImage out{swapped ? image.height : image.width, swapped ? image.width : image.height, {}};
+  out.pixels.resize(image.pixels.size());
+  size_t at = 0;
+  for (int y = 0; y < out.height; ++y) {
+    for (int x = 0; x < out.width; ++x) {
+      int from_x = swapped ? y : x, from_y = swapped ? x : y;
+      if (from_right) from_x = image.width - 1 - from_x;
+      if (from_below) from_y = image.height - 1 - from_y;
+      const size_t from =
+          3 * (static_cast<size_t>(from_y) * static_cast<size_t>(image.width) + static_cast<size_t>(from_x));
+      std::copy_n(&image.pixels[from], 3, &out.pixels[at]);
+      at += 3;
+    }
+  }
+  return out;
 }
 
 RgbImage ShrinkTo(const RgbImage& image, int max_side) {

@@ -3,20 +3,20 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "absl/types/span.h"
 #include "cache/error.h"
 #include "families/finite_watch.h"
+#include "families/request_checks.h"
 #include "server/conditioning_key.h"
 #include "server/embedding_set.h"
 #include "server/image_codec.h"
-#include "server/latents_file.h"
+#include "server/job_record.h"
 #include "server/logging.h"
 #include "server/measurements.h"
 #include "server/memory_meter.h"
 #include "server/params.h"
 #include "server/picture_memory.h"
+#include "server/picture_record.h"
 #include "server/server_core.h"
-#include "server/sha256.h"
 #include "server/tensor_guard.h"
 #include "spdlog/spdlog.h"
 
@@ -24,10 +24,6 @@ namespace latentd {
 namespace {
 
 constexpr absl::Duration kLoadingEventInterval = absl::Milliseconds(100);
-constexpr int64_t kChunkBytes = 1 << 20;
-constexpr int kPreviewQuality = 80;
-constexpr int kJpegQuality = 95;
-
 // A phase's code does not know what the component that it computes with is called.
 absl::Status WithComponent(const absl::Status& status, const std::string& component) {
   if (ErrorReason(status) != "NON_FINITE") return status;
@@ -38,6 +34,24 @@ absl::Status WithComponent(const absl::Status& status, const std::string& compon
 }
 
 double Ms(absl::Duration d) { return absl::ToDoubleMilliseconds(d); }
+
+v1::TokenCount ToProto(const TokenCount& tokens) {
+  v1::TokenCount proto;
+  proto.set_field(tokens.field);
+  proto.set_component(tokens.component);
+  proto.set_read(static_cast<int>(tokens.read));
+  proto.set_total(static_cast<int>(tokens.total));
+  return proto;
+}
+
+v1::Warning CutWarning(const TokenCount& tokens) {
+  v1::Warning warning;
+  warning.set_reason("PROMPT_CUT");
+  warning.set_field(tokens.field);
+  warning.set_message(absl::StrCat(tokens.component, " read ", tokens.read, " of ", tokens.total,
+                                   " tokens; what is behind them does nothing"));
+  return warning;
+}
 
 // Adds the time until its end to a field of the timings.
 class Stopwatch {
@@ -101,6 +115,13 @@ absl::Status Job::Prepare() {
   RETURN_IF_ERROR(LockEmbeddings());
   RETURN_IF_ERROR(pipeline.Validate(params_));
   RETURN_IF_ERROR(CheckPixels(params_, core_->config));
+  ASSIGN_OR_RETURN(encode_tiles_, EncodeTiles(setup_.request, pipeline, params_));
+  ASSIGN_OR_RETURN(decode_tiles_, DecodeTiles(setup_.request, pipeline, params_));
+  ASSIGN_OR_RETURN(tokens_, pipeline.CountTokens(params_));
+  notices_ = LoraTagNotices(params_);
+  if (WantsMetadata(setup_.request, core_->config)) {
+    record_ = RecordOfJob(*setup_.model, *setup_.loras, setup_.patch_mode, setup_.request, params_);
+  }
   // What is kept for the echo needs no picture.
   ClearPictureFiles(setup_.request);
   const int64_t decoded = PictureBytes(params_);
@@ -197,26 +218,9 @@ absl::Status Job::KeepConditioning(Conditioning part, double seconds) {
   return absl::OkStatus();
 }
 
-absl::Status Job::PromisePictures(int64_t file_bytes) {
-  if (picture_memory_.bytes() > 0) return absl::OkStatus();
-  file_bytes_ = file_bytes;
-  // A file is no smaller than its pixels can be, so each picture takes the place of one file, before and
-  // after it is made; and one more while it is.
-  ASSIGN_OR_RETURN(picture_memory_,
-                   core_->ram->Reserve({.bytes = PicturesBytes(file_bytes, params_),
-                                        .use = MemoryUse::kImages,
-                                        .owner = setup_.owner,
-                                        .what = "pictures",
-                                        .deadline = absl::Now() + core_->config.memory_wait_timeout,
-                                        .stop = stop_.get_token()}));
-  return absl::OkStatus();
-}
-
 void Job::BeginPhaseResources() {
   const Phase& phase = phases_[current_];
   const bool encodes_text = phase.kind == Kind::kEncode;
-  const bool can_tile = phase.kind == Kind::kDecode || phase.kind == Kind::kEncodeImage;
-  const v1::VaeTiling tiling = setup_.request.vae_tiling();
   Executor& executor =
       encodes_text ? core_->PlaceEncoder(*setup_.model, phase.component, *home_.load()) : *home_.load();
   phase_executor_ = &executor;
@@ -231,8 +235,9 @@ void Job::BeginPhaseResources() {
       .owner = setup_.owner,
       .priority = setup_.priority,
       .stop = stop_.get_token(),
-      .may_tile = can_tile && (tiling == v1::VAE_TILING_WHEN_NEEDED || tiling == v1::VAE_TILING_ALWAYS),
-      .must_tile = can_tile && tiling == v1::VAE_TILING_ALWAYS,
+      .tiles = phase.kind == Kind::kDecode        ? decode_tiles_
+               : phase.kind == Kind::kEncodeImage ? encode_tiles_
+                                                  : TileChoice{},
       .encodes_picture = phase.kind == Kind::kEncodeImage,
       .on_loading = [this, component = phase.component](
                         int64_t done, int64_t total) { SendLoading(component, done, total); },
@@ -266,8 +271,11 @@ absl::Status Job::AcquirePhase() {
                              .deadline = absl::Now() + core_->config.memory_wait_timeout,
                              .stop = stop_.get_token()}));
   }
-  if (phase.kind == Kind::kDecode)
-    RETURN_IF_ERROR(PromisePictures(MaxFileBytes(*params_.width, *params_.height)));
+  if (phase.kind == Kind::kDecode) {
+    constexpr int64_t kOtherSeed = 64;  // and tile: digits more than those of the first picture
+    RETURN_IF_ERROR(PromisePictures(MaxFileBytes(*params_.width, *params_.height) +
+                                    (record_ ? MaxNotesBytes(NotesOfPicture(0)) + kOtherSeed : 0)));
+  }
   if (resources_ == nullptr) BeginPhaseResources();
   RETURN_IF_ERROR(resources_->Acquire(&reports_));
   SampleMemory();
@@ -341,6 +349,7 @@ void Job::Parked() {
 
 void Job::SendEncoded() {
   v1::JobEvent event;
+  for (const TokenCount& tokens : tokens_) *event.mutable_encoded()->add_tokens() = ToProto(tokens);
   event.mutable_encoded();
   Send(std::move(event));
 }
@@ -366,6 +375,7 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
       ASSIGN_OR_RETURN(image_latents_,
                        pipeline.EncodeImage(resources_->view(), params_, resources_->options()));
       if (!IsFinite(image_latents_)) return NonFinite("encode_image");
+      encode_tile_ = resources_->options().tile;
       return true;
     }
     case Kind::kDenoise:
@@ -375,7 +385,9 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
       const auto index = static_cast<int64_t>(pictures_.size());
       ASSIGN_OR_RETURN(at::Tensor picture, pipeline.Decode(resources_->view(), latents_.narrow(0, index, 1),
                                                            resources_->options()));
+      picture = pipeline.Finish(picture, params_);
       MemoryAccount::Exempt(picture.storage().data());  // promised as a picture
+      decode_tiles_used_.push_back(resources_->options().tile);
       pictures_.push_back(std::move(picture));
       return static_cast<int64_t>(pictures_.size()) == latents_.size(0);
     }
@@ -416,115 +428,6 @@ absl::StatusOr<bool> Job::RunDenoiserSlice() {
   return true;
 }
 
-absl::Status Job::SendPreviews(int64_t step) {
-  const int64_t every = setup_.request.preview_every();
-  if (every <= 0 || step % every != 0) return absl::OkStatus();
-  RETURN_IF_ERROR(CheckFiles());
-  const at::Tensor latents = denoiser_->prediction();
-  for (int64_t i = 0; i < latents.size(0); ++i) {
-    const at::Tensor small = setup_.model->pipeline->Preview(latents.narrow(0, i, 1));
-    if (!small.defined()) return absl::OkStatus();
-    const RgbImage image = ShrinkTo(ImageFromTensor(small), static_cast<int>(core_->config.preview_max_px));
-    ASSIGN_OR_RETURN(std::string jpeg, EncodeJpeg(image.pixels, image.width, image.height, kPreviewQuality));
-    // Without memory to keep it until it is read, there is none.
-    auto memory = core_->ram->TryReserve({.bytes = static_cast<int64_t>(jpeg.size()),
-                                          .use = MemoryUse::kImages,
-                                          .owner = Reader(),
-                                          .what = "a preview"});
-    if (!memory.ok()) continue;
-    v1::JobEvent event;
-    auto& preview = *event.mutable_preview();
-    preview.set_index(static_cast<int>(i));
-    preview.set_mime("image/jpeg");
-    preview.set_width(image.width);
-    preview.set_height(image.height);
-    preview.set_data(std::move(jpeg));
-    setup_.on_event(std::move(event), *std::move(memory));
-  }
-  return absl::OkStatus();
-}
-
-void Job::SendFile(size_t index, const std::string& file, Reservation memory) {
-  const v1::ImageFormat format = setup_.request.image_format();
-  v1::JobEvent event;
-  auto& header = *event.mutable_image_header();
-  header.set_index(static_cast<int>(index));
-  header.set_mime(format == v1::IMAGE_FORMAT_LATENTS ? "application/x-safetensors"
-                  : format == v1::IMAGE_FORMAT_JPEG  ? "image/jpeg"
-                                                     : "image/png");
-  header.set_size(static_cast<int64_t>(file.size()));
-  header.set_width(static_cast<int>(*params_.width));
-  header.set_height(static_cast<int>(*params_.height));
-  header.set_sha256(Sha256Hex(file));
-  header.set_seed(params_.seeds[index]);
-  Send(std::move(event));
-  for (size_t at = 0; at < file.size(); at += kChunkBytes) {
-    v1::JobEvent chunk_event;
-    auto& chunk = *chunk_event.mutable_image_chunk();
-    chunk.set_index(static_cast<int>(index));
-    chunk.set_offset(static_cast<int64_t>(at));
-    chunk.set_data(file.substr(at, kChunkBytes));
-    Reservation share = memory.Split(std::min(memory.bytes(), static_cast<int64_t>(chunk.data().size())));
-    setup_.on_event(std::move(chunk_event), std::move(share));
-  }
-}
-
-bool Job::PauseForReader() {
-  const int64_t most = core_->read_limits.max_unread_bytes;
-  if (setup_.unread_bytes() <= most) return false;
-  {
-    MutexLock lock(&mu_);
-    if (!cancel_status_.ok()) return false;
-    paused_ = true;
-  }
-  setup_.when_read(most, [job = weak_from_this()] {
-    if (const auto self = job.lock()) self->Resume();
-  });
-  return true;
-}
-
-void Job::Resume() {
-  {
-    MutexLock lock(&mu_);
-    if (!std::exchange(paused_, false)) return;
-  }
-  OnWorker(&Job::EncodePictures);
-}
-
-absl::StatusOr<std::string> Job::MakeFile(size_t index) const {
-  if (setup_.request.image_format() == v1::IMAGE_FORMAT_LATENTS) {
-    return LatentsToFile(latents_.narrow(0, static_cast<int64_t>(index), 1));
-  }
-  const at::Tensor picture = pictures_[index].contiguous();
-  const absl::Span<const uint8_t> pixels(picture.const_data_ptr<uint8_t>(),
-                                         static_cast<size_t>(picture.numel()));
-  const auto height = static_cast<int>(picture.size(0)), width = static_cast<int>(picture.size(1));
-  return setup_.request.image_format() == v1::IMAGE_FORMAT_JPEG
-             ? EncodeJpeg(pixels, width, height, kJpegQuality)
-             : EncodePng(pixels, width, height);
-}
-
-absl::Status Job::EncodePictures() {
-  RecordMeasurement();
-  if (setup_.request.image_format() == v1::IMAGE_FORMAT_LATENTS) {
-    RETURN_IF_ERROR(PromisePictures(MaxLatentsFileBytes(latents_.narrow(0, 0, 1))));
-  }
-  while (files_ < params_.seeds.size()) {
-    RETURN_IF_ERROR(StopReason());
-    if (PauseForReader()) return absl::OkStatus();
-    ASSIGN_OR_RETURN(const std::string file, MakeFile(files_));
-    if (!pictures_.empty()) pictures_[files_].reset();
-    Reservation memory = picture_memory_.Split(std::min(static_cast<int64_t>(file.size()), file_bytes_));
-    memory.PassTo(Reader());
-    SendFile(files_, file, std::move(memory));
-    ++files_;
-    picture_memory_.ShrinkTo(file_bytes_ * (1 + static_cast<int64_t>(params_.seeds.size() - files_)));
-  }
-  SendDone();
-  Finish(absl::OkStatus());
-  return absl::OkStatus();
-}
-
 void Job::SendDone() {
   timings_.set_total_ms(Ms(absl::Now() - setup_.created));
   timings_.set_queue_ms(std::max(0.0, timings_.total_ms() - timings_.load_ms() - timings_.encode_ms() -
@@ -544,6 +447,16 @@ void Job::SendDone() {
   for (uint64_t seed : params_.seeds) done.add_seeds(seed);
   for (const Component& component : setup_.model->pipeline->components()) {
     (*done.mutable_sources())[component.name] = setup_.model->SourceOf(component);
+  }
+  for (const TokenCount& tokens : tokens_) {
+    *done.add_tokens() = ToProto(tokens);
+    if (tokens.read < tokens.total) *done.add_warnings() = CutWarning(tokens);
+  }
+  for (const PromptNotice& notice : notices_) {
+    v1::Warning& warning = *done.add_warnings();
+    warning.set_reason(notice.reason);
+    warning.set_field(notice.field);
+    warning.set_message(notice.message);
   }
   Send(std::move(event));
 }
@@ -574,8 +487,15 @@ void Job::EndPhase() {
     measured_ =
         Measured{resources_->measurement_key(), peak_bytes_, slice_seconds_ / static_cast<double>(slices_)};
   }
+  if (phases_[current_].kind == Kind::kEncodeImage) {
+    image_latents_memory_ = resources_->ReleaseAllBut(static_cast<int64_t>(image_latents_.nbytes()));
+  } else if (phases_[current_].kind == Kind::kDenoise) {
+    latents_memory_ = resources_->ReleaseAllBut(static_cast<int64_t>(latents_.nbytes()));
+    conditioning_locks_.clear();
+    image_latents_.reset();
+    image_latents_memory_.Release();
+  }
   resources_ = nullptr;
-  if (phases_[current_].kind == Kind::kDenoise) conditioning_locks_.clear();
 }
 
 void Job::RecordMeasurement() {
@@ -602,6 +522,8 @@ void Job::Finish(absl::Status status) {
   conditioning_locks_.clear();
   conditioning_memory_.Release();
   picture_memory_.Release();
+  image_latents_memory_.Release();
+  latents_memory_.Release();
   if (const std::string reason = ErrorReason(status);
       reason == "FILE_CHANGED" || reason == "FILE_TRUNCATED") {
     core_->DropChanged(*setup_.model);

@@ -31,11 +31,14 @@
 #include "cache/model_cache.h"
 #include "cache/mutex.h"
 #include "families/family.h"
+#include "families/request_checks.h"
 #include "latentd/v1/denoise.pb.h"
 #include "latentd/v1/server.pb.h"
 #include "patcher/layer_patcher.h"
 #include "server/catalog.h"
 #include "server/executor.h"
+#include "server/image_codec.h"
+#include "server/params.h"
 #include "server/phase_resources.h"
 
 namespace latentd {
@@ -104,6 +107,8 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   bool PauseForReader();
   void Resume();
   absl::StatusOr<std::string> MakeFile(size_t index) const;
+  // What the file of a picture says beside it; empty where nothing is wanted.
+  PictureNotes NotesOfPicture(size_t index) const;
   void SendDone();
 
   // Whether all files that this job is of are what they were when they were opened: the model's, its LoRAs',
@@ -129,7 +134,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   // Promises what files of all pictures take, and the pixels that they are made of until they are.
   absl::Status PromisePictures(int64_t file_bytes);
   void BeginPhaseResources();
-  // Writes down what the phase took, and lets it go.
+  // Writes down what the phase took, and lets it go but for its result.
   void EndPhase();
   void RecordMeasurement();
   void Finish(absl::Status status);
@@ -160,11 +165,18 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   Reservation picture_memory_;                  // of pictures on their way out
   at::Tensor image_latents_;
   at::Tensor latents_;
+  Reservation image_latents_memory_, latents_memory_;  // on the device of the phase that made them
   std::unique_ptr<Denoiser> denoiser_;
-  std::vector<at::Tensor> pictures_;  // uint8 [H, W, 3]; undefined once it is a file
-  size_t files_ = 0;                  // that were made and sent
-  int64_t file_bytes_ = 0;            // of a picture, at most; what picture_memory_ is made of
-  double step_ms_ = 0;                // of the step that is under way
+  std::vector<at::Tensor> pictures_;         // uint8 [H, W, 3]; undefined once it is a file
+  size_t files_ = 0;                         // that were made and sent
+  int64_t file_bytes_ = 0;                   // of a picture, at most; what picture_memory_ is made of
+  std::optional<v1::PictureRecord> record_;  // without params; absent: pictures say nothing
+  TileChoice encode_tiles_, decode_tiles_;
+  int64_t encode_tile_ = 0;                 // that was used
+  std::vector<int64_t> decode_tiles_used_;  // by picture
+  std::vector<TokenCount> tokens_;
+  std::vector<PromptNotice> notices_;
+  double step_ms_ = 0;  // of the step that is under way
 
   // Of the current phase.
   std::unique_ptr<PhaseResources> resources_;

@@ -16,6 +16,7 @@
 #include "server/ctl_client.h"
 #include "server/ctl_commands.h"
 #include "server/ctl_job.h"
+#include "server/ctl_replay.h"
 #include "server/ctl_session.h"
 #include "server/ctl_text.h"
 #include "server/ctl_top_live.h"
@@ -26,7 +27,7 @@ namespace {
 
 constexpr char kFooter[] =
     R"(Exit codes: 0 done; 1 the server refused or the job failed (health: not serving;
-plan: does not fit); 2 wrong command line; 3 no server reached; 4 a local file could not
+plan: does not fit; replay: other bytes); 2 wrong command line; 3 no server reached; 4 a local file could not
 be read or written, or received data is damaged; 130 interrupted.)";
 
 // CLI11 check: "30s", "10m".
@@ -63,6 +64,7 @@ struct Arguments {
   std::string cap_budget, cap;
   double interval = 0;
   bool once = false;
+  std::string replay;
 };
 
 absl::StatusOr<int64_t> BytesOf(const std::string& text) {
@@ -112,6 +114,14 @@ int Main(int argc, char** argv) {
   plan->add_option("prompt", arguments.prompt, "What to draw");
   plan->add_option("-p,--prompt", arguments.prompt_flag, "The same, for a prompt that starts with a dash");
   AddJobFlags(*plan, arguments.job);
+
+  CLI::App* replay = app.add_subcommand("replay",
+                                        "Draw a picture again that says how it was made (generate "
+                                        "--metadata), and compare: the exit code is 0 when the "
+                                        "bytes are equal, or 1");
+  replay->add_option("file", arguments.replay, "A PNG, JPEG or WebP file")->required();
+  AddInputFlags(*replay, arguments.job);
+  replay->add_option("-o,--out", arguments.job.out, "File for the new picture, - for stdout");
 
   CLI::App* session = app.add_subcommand(
       "session",
@@ -192,6 +202,10 @@ int Main(int argc, char** argv) {
   } else if (*plan) {
     const std::string& prompt = arguments.prompt_flag.empty() ? arguments.prompt : arguments.prompt_flag;
     auto code = RunPlan(global, arguments.job, prompt);
+    if (code.ok()) return *code;
+    status = code.status();
+  } else if (*replay) {
+    auto code = RunReplay(global, arguments.job, arguments.replay);
     if (code.ok()) return *code;
     status = code.status();
   } else if (*session) {

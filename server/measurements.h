@@ -35,8 +35,8 @@ struct WorkingPromise {
   bool IsWorthATry(int64_t room, int64_t share) const {
     return room >= bytes || (!measured && room >= std::max(LeastToTry(), bytes / share));
   }
-  // Not what failed again, nor hardly more.
-  int64_t LeastToTry() const { return std::max<int64_t>(1, at_least + at_least / 10); }
+  // Not what is known to fail.
+  int64_t LeastToTry() const { return std::max<int64_t>(1, at_least); }
 };
 
 class Measurements {

@@ -61,8 +61,8 @@ TEST_F(MeasurementsTest, WithoutAFileThereIsNothingToSay) {
 
 TEST_F(MeasurementsTest, WhatIsNoFileOfMeasurementsIsSetAside) {
   for (const char* text :
-       {"", "nonsense", "[]", "3", "null", R"({"version": "1"})", R"({"version": 2, "phases": {}})",
-        R"({"version": 1})", R"({"version": 1, "phases": []})", R"({"version": [], "phases": {}})"}) {
+       {"", "nonsense", "[]", "3", "null", R"({"version": "1"})", R"({"version": 1, "phases": {}})",
+        R"({"version": 2})", R"({"version": 2, "phases": []})", R"({"version": [], "phases": {}})"}) {
     Write(text);
     ExpectThatItGoesOn(text);
     EXPECT_TRUE(fs::exists(folder_ / "measurements.json.broken")) << text;
@@ -81,7 +81,7 @@ TEST_F(MeasurementsTest, WhatIsNoFileAtAllIsSetAside) {
 }
 
 TEST_F(MeasurementsTest, EntriesThatMakeNoSenseAreLeftOut) {
-  Write(R"({"version": 1, "phases": {
+  Write(R"({"version": 2, "phases": {
     "good": {"working_bytes": 7, "seconds": 1}, "float": {"working_bytes": 1e308, "seconds": 1},
     "huge": {"working_bytes": 9223372036854775807, "seconds": 1}, "less": {"working_bytes": -1, "seconds": 1},
     "more": {"working_bytes": 18446744073709551615, "seconds": 1}, "slow": {"working_bytes": 7, "seconds": 1e300},
@@ -103,7 +103,7 @@ TEST_F(MeasurementsTest, AFolderThatCannotBeWrittenToCostsTheFileAlone) {
 
 TEST_F(MeasurementsTest, RandomDamageNeverEndsTheProcess) {
   const nlohmann::json good = {
-      {"version", 1},
+      {"version", 2},
       {"phases",
        {{"a", {{"working_bytes", 7}, {"seconds", 1.5}}}, {"b", {{"working_bytes", 8}, {"seconds", 2}}}}}};
   std::mt19937 random(5);

@@ -1,10 +1,13 @@
 #include "server/params.h"
 
+#include <algorithm>
 #include <cstring>
 #include <random>
+#include <vector>
 
 #include "ATen/ops/empty.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "cache/error.h"
 #include "server/latents_file.h"
 #include "server/request_bounds.h"
@@ -22,11 +25,12 @@ absl::Status CheckText(const std::string& text, absl::string_view field) {
 }
 
 // uint8 [H, W, 3] of a picture file.
-absl::StatusOr<at::Tensor> PictureOf(const std::string& file, absl::string_view field, const Config& config) {
+absl::StatusOr<at::Tensor> PictureOf(const std::string& file, absl::string_view field, const Config& config,
+                                     AlphaUse alpha = AlphaUse::kDrop) {
   if (file.empty()) return FieldError(field, "is empty");
-  ASSIGN_OR_RETURN(
-      RgbImage image,
-      DecodeImage(file, {.max_bytes = config.max_image_bytes, .max_pixels = config.max_pixels}, field));
+  ASSIGN_OR_RETURN(RgbImage image,
+                   DecodeImage(file, {.max_bytes = config.max_image_bytes, .max_pixels = config.max_pixels},
+                               field, alpha));
   at::Tensor picture = at::empty({image.height, image.width, 3}, at::kByte);
   std::memcpy(picture.data_ptr(), image.pixels.data(), image.pixels.size());
   return picture;
@@ -74,8 +78,9 @@ absl::Status SdParamsFromProto(const v1::GenerateParams& proto, const Config& co
   }
   if (proto.has_mask_image()) {
     ASSIGN_OR_RETURN(params.mask_image,
-                     PictureOf(proto.mask_image().data(), "params.mask_image.data", config));
+                     PictureOf(proto.mask_image().data(), "params.mask_image.data", config, AlphaUse::kMask));
     if (proto.mask_image().has_gradient()) params.gradient_mask = proto.mask_image().gradient();
+    params.paste_back = proto.mask_image().paste_back();
   }
   if (proto.has_original_size())
     params.original_size = PixelSize{proto.original_size().width(), proto.original_size().height()};
@@ -137,6 +142,47 @@ absl::StatusOr<GenerateParams> ParamsFromProto(const v1::GenerateParams& proto, 
                      PictureOf(proto.control_image().data(), "params.control_image.data", config));
   }
   return params;
+}
+
+namespace {
+
+absl::StatusOr<TileChoice> TilesOf(absl::string_view field, bool given, int64_t tile, v1::VaeTiling tiling,
+                                   const Pipeline& pipeline, const GenerateParams& params) {
+  const int64_t largest = pipeline.SmallerTile(params, 0);
+  if (!given) {
+    switch (tiling) {
+      case v1::VAE_TILING_ALWAYS:
+        return TileChoice{.first = largest, .may_shrink = true};
+      case v1::VAE_TILING_WHEN_NEEDED:
+        return TileChoice{.first = 0, .may_shrink = true};
+      default:
+        return TileChoice{};
+    }
+  }
+  std::vector<int64_t> sizes = {0};
+  for (int64_t size = largest; size != 0; size = pipeline.SmallerTile(params, size)) sizes.push_back(size);
+  if (std::find(sizes.begin(), sizes.end(), tile) != sizes.end()) return TileChoice{.first = tile};
+  return FieldError(field, absl::StrCat(tile, " is no tile of this model's for a picture of ", *params.width,
+                                        "×", *params.height, "; there are ", absl::StrJoin(sizes, ", ")));
+}
+
+}  // namespace
+
+absl::StatusOr<TileChoice> EncodeTiles(const v1::GenerateParams& request, const Pipeline& pipeline,
+                                       const GenerateParams& params) {
+  return TilesOf("params.encode_tile", request.has_encode_tile(), request.encode_tile(), request.vae_tiling(),
+                 pipeline, params);
+}
+
+absl::StatusOr<TileChoice> DecodeTiles(const v1::GenerateParams& request, const Pipeline& pipeline,
+                                       const GenerateParams& params) {
+  return TilesOf("params.decode_tile", request.has_decode_tile(), request.decode_tile(), request.vae_tiling(),
+                 pipeline, params);
+}
+
+bool WantsMetadata(const v1::GenerateParams& request, const Config& config) {
+  if (request.image_format() == v1::IMAGE_FORMAT_LATENTS) return false;
+  return request.has_picture_metadata() ? request.picture_metadata() : config.picture_metadata;
 }
 
 absl::Status CheckPixels(const GenerateParams& params, const Config& config) {

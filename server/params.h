@@ -3,6 +3,7 @@
 #define LATENTD_SERVER_PARAMS_H_
 
 #include "absl/status/statusor.h"
+#include "families/family.h"
 #include "families/generate_params.h"
 #include "latentd/v1/common.pb.h"
 #include "latentd/v1/denoise.pb.h"
@@ -22,6 +23,22 @@ absl::StatusOr<GenerateParams> ParamsFromProto(const v1::GenerateParams& proto, 
 int64_t PictureFileBytes(const v1::GenerateParams& params);
 void ClearPictureFiles(v1::GenerateParams& params);
 int64_t PictureBytes(const GenerateParams& params);
+
+// How the VAE is tiled in one phase: the tile to begin with (0: the whole picture at once), and whether
+// smaller ones are tried where memory is short.
+struct TileChoice {
+  int64_t first = 0;
+  bool may_shrink = false;
+};
+// REQUIRES: params passed Validate. Errors: INVALID_ARGUMENT INVALID_FIELD for a tile that the VAE cannot
+// have.
+absl::StatusOr<TileChoice> EncodeTiles(const v1::GenerateParams& request, const Pipeline& pipeline,
+                                       const GenerateParams& params);
+absl::StatusOr<TileChoice> DecodeTiles(const v1::GenerateParams& request, const Pipeline& pipeline,
+                                       const GenerateParams& params);
+
+// Whether the job's pictures are to say how they were made.
+bool WantsMetadata(const v1::GenerateParams& request, const Config& config);
 
 // width × height against the server's limit. REQUIRES: params passed Validate.
 absl::Status CheckPixels(const GenerateParams& params, const Config& config);

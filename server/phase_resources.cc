@@ -62,7 +62,7 @@ std::string MeasurementKey(const OpenModel& model, const Component& component, c
 
 PhaseResources::PhaseResources(Setup setup)
     : setup_(std::move(setup)), component_(setup_.model->component(setup_.component)) {
-  if (setup_.must_tile) way_.tile = setup_.model->pipeline->SmallerTile(*setup_.params, 0);
+  way_.tile = setup_.tiles.first;
   had_ = way_;
   options_.encodes_picture = setup_.encodes_picture;
 }
@@ -102,7 +102,7 @@ bool PhaseResources::Next(Way& way, const absl::Status& status) const {
     way.streams = true;
     return true;
   }
-  if (!setup_.may_tile) return false;
+  if (!setup_.tiles.may_shrink) return false;
   const int64_t smaller = setup_.model->pipeline->SmallerTile(*setup_.params, way.tile);
   if (smaller == 0) return false;
   way = {.streams = false, .tile = smaller};  // with less to compute on, the weights may fit again
@@ -371,6 +371,7 @@ absl::Status PhaseResources::TryAcquire(Patience patience, std::vector<PatchRepo
   report_.set_device(setup_.device->name());
   report_.set_working_bytes(promised);
   report_.set_tiled(options_.tile != 0);
+  report_.set_tile(static_cast<int>(options_.tile));
   if (!setup_.device->uses_host_memory()) {
     int64_t full = 0;
     for (const ResourceBlock& block : host.device_blocks()) full += block.bytes;
@@ -416,20 +417,22 @@ void PhaseResources::ReleaseDevice() {
   stream_ = nullptr;
   overlay_ = nullptr;
   if (!residency_) return;
-  residency_.Release();
-  // What slices have computed so far stays, and so does its promise, where nobody was faster.
+  // What slices have computed so far stays, and so does its promise.
   const int64_t more = account_->bytes() - KeptBytes();
-  if (more <= 0) return;
-  auto kept = setup_.device->budget().TryReserve({.bytes = more,
-                                                  .use = MemoryUse::kWorking,
-                                                  .owner = setup_.owner,
-                                                  .what = absl::StrCat("results of ", component_.name)});
-  if (kept.ok()) kept_.push_back(std::move(*kept));
+  if (more > 0) kept_.push_back(residency_.TakeWorking(more));
+  residency_.Release();
 }
 
 void PhaseResources::Release() {
   ReleaseDevice();
   handle_.Release();
+}
+
+Reservation PhaseResources::ReleaseAllBut(int64_t bytes) {
+  Reservation result = residency_.TakeWorking(bytes);
+  Release();
+  kept_.clear();
+  return result;
 }
 
 }  // namespace latentd

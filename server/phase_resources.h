@@ -33,6 +33,7 @@
 #include "patcher/weight_view.h"
 #include "server/catalog.h"
 #include "server/lora_set.h"
+#include "server/params.h"
 #include "server/measurements.h"
 
 namespace latentd {
@@ -55,8 +56,7 @@ class PhaseResources {
     std::string owner;
     int priority = 0;
     std::stop_token stop;
-    bool may_tile = false;         // the request allows it, and the phase is one that can
-    bool must_tile = false;        // the request asks for it
+    TileChoice tiles = {};         // of a phase that can be tiled
     bool encodes_picture = false;  // with the VAE, which decodes them too
     std::function<void(int64_t done, int64_t total)> on_loading;
     std::function<void(v1::JobEvent::Adapted)> on_adapted;
@@ -85,6 +85,8 @@ class PhaseResources {
 
   // Lets everything go.
   void Release();
+  // The same, but for the promise of a result that stays: so many bytes on the phase's device.
+  Reservation ReleaseAllBut(int64_t bytes);
 
   const WeightView& view() const { return *view_; }
   const PhaseOptions& options() const { return options_; }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <set>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
 #include "server/server_core.h"
@@ -56,9 +55,35 @@ absl::StatusOr<std::vector<LockRequest>> Requests(Catalog& catalog, const std::s
 
 }  // namespace
 
+absl::Status PinBoard::Submit(std::function<void()> load) {
+  if (loads_.fetch_add(1) >= kMaxLoads) {
+    --loads_;
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, "TOO_MANY_LOADS",
+        absl::StrCat(kMaxLoads, " loads ahead of jobs are under way, which is the limit; wait for one"),
+        {{"limit", absl::StrCat(kMaxLoads)}, {"retry_ms", "1000"}});
+  }
+  const absl::Status started = [&]() -> absl::Status {
+    MutexLock lock(&mu_);
+    if (threads_ != nullptr) return absl::OkStatus();
+    ASSIGN_OR_RETURN(threads_, WorkerPool::Create(1, kMaxLoads));
+    return absl::OkStatus();
+  }();
+  if (!started.ok()) {
+    --loads_;
+    return started;
+  }
+  threads_->Submit([this, load = std::move(load)] {
+    load();
+    --loads_;
+  });
+  return absl::OkStatus();
+}
+
 absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
                                                 const std::vector<std::string>& components,
-                                                const std::string& device_name, bool pin) {
+                                                const std::string& device_name, bool pin,
+                                                const std::stop_token& stop) {
   Device* device = nullptr;
   for (const auto& d : core_->devices) {
     if (d->name() == device_name) device = d.get();
@@ -77,10 +102,13 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
   }
   Loaded loaded;
   std::set<ModelKey> there;
-  for (const RecordStats& record : core_->cache->Stats().records) {
-    if (!record.stale) there.insert(record.key);
+  for (const LockRequest& wanted : requests) {
+    if (core_->cache->Find(wanted.key)) there.insert(wanted.key);
   }
-  auto locked = Lock(requests, copies ? device : nullptr, pin);
+  std::stop_source either;
+  auto end = [&] { either.request_stop(); };
+  const std::stop_callback cancelled(stop, end), closed(stop_.get_token(), end);
+  auto locked = Lock(requests, copies ? device : nullptr, either.get_token());
   if (stop_.stop_requested()) return core_->CheckAccepting();
   RETURN_IF_ERROR(locked.status());
   std::vector<Pin> pins = *std::move(locked);
@@ -92,6 +120,9 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
     fresh.model = model;
   }
   if (!pin) return loaded;
+  if (stop.stop_requested()) {
+    return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while it was loaded");
+  }
   MutexLock lock(&mu_);
   if (stop_.stop_requested()) return core_->CheckAccepting();
   std::vector<Pin>& held = pins_[name];
@@ -100,28 +131,30 @@ absl::StatusOr<PinBoard::Loaded> PinBoard::Load(const std::string& name,
     const bool there = std::any_of(held.begin(), held.end(), [&](const Pin& old) {
       return old.handle.key() == fresh.handle.key() && old.on == fresh.on;
     });
-    if (!there) held.push_back(std::move(fresh));
+    if (there) continue;
+    core_->cache->HandOver(fresh.handle, kOwner, /*lasting=*/true);
+    if (fresh.residency) core_->cache->HandOver(fresh.residency, kOwner, /*lasting=*/true);
+    held.push_back(std::move(fresh));
   }
   return loaded;
 }
 
 absl::StatusOr<std::vector<PinBoard::Pin>> PinBoard::Lock(const std::vector<LockRequest>& requests,
-                                                          Device* copy_to, bool lasting) {
+                                                          Device* copy_to, const std::stop_token& stop) {
+  // Each load waits for itself: what another one holds is not its own.
+  const std::string owner = absl::StrCat("load-", ++loads_ever_);
   const absl::Time deadline = absl::Now() + core_->config.memory_wait_timeout;
-  ASSIGN_OR_RETURN(
-      std::vector<LockHandle> handles,
-      core_->cache->LockAll(
-          requests, {.owner = kOwner, .deadline = deadline, .stop = stop_.get_token(), .lasting = lasting}));
+  ASSIGN_OR_RETURN(std::vector<LockHandle> handles,
+                   core_->cache->LockAll(requests, {.owner = owner, .deadline = deadline, .stop = stop}));
   std::vector<Pin> pins;
   for (LockHandle& handle : handles) {
     Pin fresh;
     if (copy_to != nullptr) {
-      ASSIGN_OR_RETURN(fresh.residency, core_->cache->LockOnDevice(handle, *copy_to,
-                                                                   {.owner = kOwner,
-                                                                    .mode = ResidencyMode::kFull,
-                                                                    .deadline = deadline,
-                                                                    .stop = stop_.get_token(),
-                                                                    .lasting = lasting}));
+      ASSIGN_OR_RETURN(
+          fresh.residency,
+          core_->cache->LockOnDevice(
+              handle, *copy_to,
+              {.owner = owner, .mode = ResidencyMode::kFull, .deadline = deadline, .stop = stop}));
     }
     fresh.handle = std::move(handle);
     pins.push_back(std::move(fresh));
@@ -160,15 +193,12 @@ absl::StatusOr<DropResult> PinBoard::Unload(const std::string& name) {
 
 absl::StatusOr<std::vector<std::string>> PinBoard::Ids(const std::string& name) const {
   std::set<std::string> ids;
-  auto add = [&](const std::string& id) {
-    const size_t at = id.rfind('@');  // names may have one, too
-    if (at == std::string::npos) return;
-    const absl::string_view own = absl::string_view(id).substr(0, at);
-    if (own == name || own == absl::StrCat("lora/", name) || own == absl::StrCat("embedding/", name)) ids.insert(id);
-  };
-  for (const RecordStats& record : core_->cache->Stats().records) {
-    add(record.key.id);
-    for (const std::string& id : record.names) add(id);
+  for (const char* kind : {"", "lora/", "embedding/"}) {
+    const std::string begin = absl::StrCat(kind, name, "@");
+    for (std::string& id : core_->cache->IdsThatBegin(begin)) {
+      // Names may have an @, file identities have none: "a@b@12" is of "a@b", not of "a".
+      if (id.find('@', begin.size()) == std::string::npos) ids.insert(std::move(id));
+    }
   }
   if (ids.empty() && !core_->catalog->Lora(name).ok() && !core_->catalog->Embedding(name).ok()) {
     auto model = core_->catalog->Model(name);

@@ -14,12 +14,15 @@
 #include "server/embedding_set.h"
 #include "server/grpc_errors.h"
 #include "server/lora_set.h"
+#include "server/job_record.h"
 #include "server/params.h"
 #include "server/phase_resources.h"
 #include "server/picture_memory.h"
 
 namespace latentd {
 namespace {
+
+constexpr char kConditioning[] = "conditioning";
 
 // A cache that is only thought of: the records of a snapshot in the order in which they would go, and how
 // many bytes are free. Goes through what a job does as the job would.
@@ -85,6 +88,19 @@ class ImaginedCache {
   void Keep(const std::string& key, const std::string& kind, int64_t promised) {
     records_.push_back({key, kind, promised, true, true, {}});
   }
+  // Conditioning goes where there is more of it than that, the least recently used first.
+  void BoundConditioning(int64_t cap) {
+    int64_t sum = 0;
+    for (const Record& record : records_) sum += record.kind == kConditioning ? record.bytes : 0;
+    for (auto it = records_.begin(); sum > cap && it != records_.end();) {
+      if (it->locked || it->kind != kConditioning) {
+        ++it;
+        continue;
+      }
+      sum -= it->bytes;
+      it = Evict(it);
+    }
+  }
 
  private:
   struct Record {
@@ -112,15 +128,19 @@ class ImaginedCache {
         ++it;
         continue;
       }
-      v1::PlanResponse::Eviction& eviction = *plan_->add_evictions();
-      eviction.set_key(it->key);
-      eviction.set_kind(it->kind);
-      eviction.set_bytes(it->bytes);
-      for (const std::string& name : it->names) eviction.add_names(name);
-      free_ += it->bytes;
-      it = records_.erase(it);
+      it = Evict(it);
     }
     return true;
+  }
+
+  std::list<Record>::iterator Evict(std::list<Record>::iterator it) {
+    v1::PlanResponse::Eviction& eviction = *plan_->add_evictions();
+    eviction.set_key(it->key);
+    eviction.set_kind(it->kind);
+    eviction.set_bytes(it->bytes);
+    for (const std::string& name : it->names) eviction.add_names(name);
+    free_ += it->bytes;
+    return records_.erase(it);
   }
 
   bool Refuse(int64_t bytes, const std::string& what) {
@@ -157,10 +177,12 @@ class ImaginedDevice {
     }
     for (const RecordStats& r : stats.records) {
       for (const ResidencyStats& there : r.residency) {
-        if (there.device == name_)
-          copies_.push_back({r.key.ToString(), r.kind, there.bytes, there.lock_count > 0, r.names});
+        if (there.device != name_) continue;
+        copies_.push_back(
+            {r.key.ToString(), r.kind, there.bytes, there.lock_count > 0, r.names, r.worth.last_used});
       }
     }
+    std::sort(copies_.begin(), copies_.end(), [](const Copy& a, const Copy& b) { return a.turn < b.turn; });
   }
 
   bool Promise(int64_t bytes, const std::string& what) {
@@ -211,8 +233,11 @@ class ImaginedDevice {
     return std::max<int64_t>(0, bytes);
   }
   void Unlock(const std::string& key) {
-    for (Copy& copy : copies_) {
-      if (copy.key == key) copy.locked = false;
+    for (auto it = copies_.begin(); it != copies_.end(); ++it) {
+      if (it->key != key) continue;
+      it->locked = false;
+      std::rotate(it, it + 1, copies_.end());  // just used: goes last
+      return;
     }
   }
 
@@ -222,24 +247,33 @@ class ImaginedDevice {
     int64_t bytes;
     bool locked;
     std::vector<std::string> names;
+    uint64_t turn = 0;  // of its last use; copies_ is in that order
   };
 
+  // As ModelCache::Offload does it.
   void MakeRoom(int64_t bytes) {
-    while (free_ < bytes) {
-      auto smallest = copies_.end();
-      for (auto it = copies_.begin(); it != copies_.end(); ++it) {
-        if (!it->locked && (smallest == copies_.end() || it->bytes < smallest->bytes)) smallest = it;
-      }
-      if (smallest == copies_.end()) return;
-      v1::PlanResponse::Eviction& eviction = *plan_->add_evictions();
-      eviction.set_key(smallest->key);
-      eviction.set_kind(smallest->kind);
-      eviction.set_bytes(smallest->bytes);
-      eviction.set_device(name_);
-      for (const std::string& name : smallest->names) eviction.add_names(name);
-      free_ += smallest->bytes;
-      copies_.erase(smallest);
+    int64_t free = free_;
+    std::vector<size_t> go;
+    for (size_t i = 0; i < copies_.size() && free < bytes; ++i) {
+      if (copies_[i].locked) continue;
+      free += copies_[i].bytes;
+      go.push_back(i);
     }
+    for (size_t n = go.size(); n-- > 0;) {
+      if (free - copies_[go[n]].bytes < bytes) continue;
+      free -= copies_[go[n]].bytes;
+      go.erase(go.begin() + static_cast<std::ptrdiff_t>(n));
+    }
+    free_ = free;
+    for (size_t index : go) {
+      v1::PlanResponse::Eviction& eviction = *plan_->add_evictions();
+      eviction.set_key(copies_[index].key);
+      eviction.set_kind(copies_[index].kind);
+      eviction.set_bytes(copies_[index].bytes);
+      eviction.set_device(name_);
+      for (const std::string& name : copies_[index].names) eviction.add_names(name);
+    }
+    for (size_t n = go.size(); n-- > 0;) copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(go[n]));
   }
 
   const std::string name_;
@@ -268,7 +302,8 @@ int64_t RankInFile(const std::string& path, const PatchTarget& target) {
     for (const char* down : {".lora_A.", ".lora_down.", ".lora.down."}) {
       const size_t end = name.find(down);
       if (end == std::string::npos || entry.info->shape.empty()) continue;
-      if (!target.resolver().Resolve(name.substr(0, end)).empty()) widest = std::max(widest, entry.info->shape[0]);
+      if (!target.resolver().Resolve(name.substr(0, end)).empty())
+        widest = std::max(widest, entry.info->shape[0]);
     }
   }
   return widest;
@@ -293,15 +328,17 @@ std::vector<ResourceBlock> DescribeBlocks(const OpenModel& model, const Componen
 class Planner {
  public:
   Planner(ServerCore& core, const OpenModel& model, GenerateParams params, std::vector<LoraChoice> loras,
-          std::vector<LockRequest> embeddings, PatchMode mode, v1::VaeTiling tiling, bool decodes)
+          std::vector<LockRequest> embeddings, PatchMode mode, TileChoice encode_tiles, TileChoice decode_tiles,
+          int64_t file_bytes)
       : core_(core),
         model_(model),
         params_(std::move(params)),
         loras_(std::move(loras)),
         embeddings_(std::move(embeddings)),
         mode_(mode),
-        tiling_(tiling),
-        decodes_(decodes),
+        encode_tiles_(encode_tiles),
+        decode_tiles_(decode_tiles),
+        file_bytes_(file_bytes),
         stats_(core.cache->Stats()),
         ram_(stats_, &plan_) {
     for (const auto& executor : core.executors) {
@@ -331,13 +368,14 @@ class Planner {
       if (!EncodeText(component, core_.PlaceEncoder(model_, component, home))) return false;
     }
     for (const LockRequest& embedding : embeddings_) ram_.Unlock(embedding.key.ToString());
-    if (params_.has_pictures() && !RunPhase(pipeline.image_encoder_component(), home, 1, Work::kEncodesPicture)) {
+    if (params_.has_pictures() &&
+        !RunPhase(pipeline.image_encoder_component(), home, 1, Work::kEncodesPicture)) {
       return false;
     }
     const auto pictures = static_cast<int64_t>(params_.seeds.size());
     if (!RunPhase(pipeline.denoiser_component(), home, Steps() * pictures, Work::kOther)) return false;
-    if (!decodes_) return true;
-    return ram_.Promise(PicturesBytes(MaxFileBytes(*params_.width, *params_.height), params_), "pictures") &&
+    if (file_bytes_ == 0) return true;
+    return ram_.Promise(PicturesBytes(file_bytes_, params_), "pictures") &&
            RunPhase(pipeline.decoder_component(), home, pictures, Work::kDecodesPicture);
   }
 
@@ -383,7 +421,8 @@ class Planner {
     const int64_t bytes = model_.pipeline->ConditioningBytes(component, params_);
     if (!ram_.Promise(bytes, "conditioning")) return false;
     if (!RunPhase(component, executor, 1, Work::kOther)) return false;
-    ram_.Keep(absl::StrCat("conditioning of ", component), "conditioning", bytes);
+    ram_.Keep(absl::StrCat("conditioning of ", component), kConditioning, bytes);
+    ram_.BoundConditioning(core_.cache->conditioning_cap());
     return true;
   }
 
@@ -418,8 +457,10 @@ class Planner {
     PhaseOptions options;
     options.encodes_picture = work == Work::kEncodesPicture;
     options.beside_rank = overlay.rank;
-    const bool can_tile = work != Work::kOther;
-    if (can_tile && tiling_ == v1::VAE_TILING_ALWAYS) options.tile = model_.pipeline->SmallerTile(params_, 0);
+    const TileChoice tiles = work == Work::kEncodesPicture   ? encode_tiles_
+                             : work == Work::kDecodesPicture ? decode_tiles_
+                                                             : TileChoice{};
+    options.tile = tiles.first;
     if (!ram_.Lock(key, component.name, request.loader.estimated_bytes, {model_.id})) return false;
     const auto slots = static_cast<int32_t>(core_.config.ring_blocks);
     const int64_t room =
@@ -427,14 +468,13 @@ class Planner {
              ? ram_.Obtainable()
              : it->second.Obtainable() - PlanResidency(DescribeBlocks(model_, component), 0, slots).bytes()) -
         overlay.beside_bytes - (ram_.Has(overlay.record) ? 0 : overlay.record_bytes);
-    const bool may_tile =
-        can_tile && (tiling_ == v1::VAE_TILING_ALWAYS || tiling_ == v1::VAE_TILING_WHEN_NEEDED);
-    ChooseTile(component, device, room, may_tile, options);
+    ChooseTile(component, device, room, tiles.may_shrink, options);
 
     v1::PlanResponse::Phase phase;
     phase.set_component(name);
     phase.set_device(device.name());
-    const auto measured = core_.measurements->Find(MeasurementKey(model_, component, params_, options, device));
+    const auto measured =
+        core_.measurements->Find(MeasurementKey(model_, component, params_, options, device));
     const WorkingPromise promise = PromiseFor(component, options, device);
     int64_t working = promise.bytes;
     phase.set_tiled(options.tile != 0);
@@ -472,8 +512,8 @@ class Planner {
     return true;
   }
 
-  // As PhaseResources does it where nobody else is in the way: the largest tile for which half of what is guessed can be
-  // had, else the largest that is worth a try at all.
+  // As PhaseResources does it where nobody else is in the way: the largest tile for which half of what is
+  // guessed can be had, else the largest that is worth a try at all.
   void ChooseTile(const Component& component, const Device& device, int64_t room, bool may_tile,
                   PhaseOptions& options) const {
     const int64_t first = options.tile;
@@ -488,7 +528,8 @@ class Planner {
     }
   }
 
-  WorkingPromise PromiseFor(const Component& component, const PhaseOptions& options, const Device& device) const {
+  WorkingPromise PromiseFor(const Component& component, const PhaseOptions& options,
+                            const Device& device) const {
     return core_.measurements->Promise(MeasurementKey(model_, component, params_, options, device),
                                        model_.pipeline->WorkingBytes(component.name, params_, options));
   }
@@ -613,8 +654,8 @@ class Planner {
   const std::vector<LoraChoice> loras_;
   const std::vector<LockRequest> embeddings_;
   const PatchMode mode_;
-  const v1::VaeTiling tiling_;
-  const bool decodes_;
+  const TileChoice encode_tiles_, decode_tiles_;
+  const int64_t file_bytes_;  // of one picture; 0: it is not decoded
   const CacheStats stats_;
   v1::PlanResponse plan_;
   ImaginedCache ram_;
@@ -628,8 +669,7 @@ absl::StatusOr<std::vector<EmbeddingFile>> EmbeddingsOfChoices(const std::vector
   std::vector<EmbeddingFile> all;
   for (const LoraChoice& lora : loras) {
     ASSIGN_OR_RETURN(const auto files, WeightFiles::Open(lora.file.path));
-    for (EmbeddingFile& embedding : EmbeddingsOfLora(lora.name, files))
-      all.push_back(std::move(embedding));
+    for (EmbeddingFile& embedding : EmbeddingsOfLora(lora.name, files)) all.push_back(std::move(embedding));
   }
   return all;
 }
@@ -651,8 +691,15 @@ absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest
                    ResolveEmbeddings(*model->pipeline, *core.catalog, params, bundled));
   RETURN_IF_ERROR(model->pipeline->Validate(params));
   RETURN_IF_ERROR(CheckPixels(params, core.config));
-  return Planner(core, *model, std::move(params), std::move(loras), std::move(embeddings), mode,
-                 request.params().vae_tiling(), request.params().image_format() != v1::IMAGE_FORMAT_LATENTS)
+  ASSIGN_OR_RETURN(const TileChoice encode, EncodeTiles(request.params(), *model->pipeline, params));
+  ASSIGN_OR_RETURN(const TileChoice decode, DecodeTiles(request.params(), *model->pipeline, params));
+  int64_t file_bytes = 0;
+  if (request.params().image_format() != v1::IMAGE_FORMAT_LATENTS) {
+    file_bytes = MaxFileBytes(*params.width, *params.height);
+    if (WantsMetadata(request.params(), core.config)) file_bytes += MaxMetadataBytes(request);
+  }
+  return Planner(core, *model, std::move(params), std::move(loras), std::move(embeddings), mode, encode, decode,
+                 file_bytes)
       .Run();
 }
 

@@ -85,8 +85,8 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& confi
   core->instance = RandomId();
   core->start_time = absl::Now();
   core->ram = std::make_unique<RamBudget>(config.ram_cap == 0 ? MemoryBudget::kUnlimited : config.ram_cap);
-  core->requests =
-      std::make_unique<RequestMemory>(std::max(config.max_request_bytes, config.max_message_bytes), core->ram.get());
+  core->requests = std::make_unique<RequestMemory>(
+      std::max(config.max_request_bytes, config.max_message_bytes), core->ram.get());
   std::vector<Device*> devices;
   for (const std::string& spec : config.devices) {
     ASSIGN_OR_RETURN(std::unique_ptr<Device> device, MakeDevice(spec, core->ram.get()));
@@ -112,6 +112,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& confi
   core->cache = std::make_unique<ModelCache>(core->ram.get(), devices);
   core->mapping_reliever =
       std::make_unique<MappingReliever>([cache = core->cache.get()] { return cache->Trim(1) > 0; });
+  core->cache->set_conditioning_cap(config.conditioning_cap);
   std::vector<std::string> lora_roots = config.lora_roots;
   if (!config.upload_dir.empty()) {
     ASSIGN_OR_RETURN(core->uploads, OpenUploads(core.get()));
@@ -124,7 +125,8 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& confi
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   const int threads = config.threads_per_device > 0 ? static_cast<int>(config.threads_per_device)
                                                     : std::max(1, cores / static_cast<int>(devices.size()));
-  const AgeingPolicy ageing{.level = config.priority_ageing, .max_priority = static_cast<int>(config.max_priority)};
+  const AgeingPolicy ageing{.level = config.priority_ageing,
+                            .max_priority = static_cast<int>(config.max_priority)};
   for (Device* device : devices) {
     core->executors.push_back(std::make_unique<Executor>(device, threads, ageing));
   }
@@ -162,10 +164,9 @@ namespace {
 // Names of the devices that have a copy of a record.
 std::set<std::string> DevicesWith(const ModelCache& cache, const ModelKey& key) {
   std::set<std::string> names;
-  for (const RecordStats& record : cache.Stats().records) {
-    if (!(record.key == key)) continue;
-    for (const ResidencyStats& there : record.residency) names.insert(there.device);
-  }
+  const auto record = cache.Find(key);
+  if (!record) return names;
+  for (const ResidencyStats& there : record->residency) names.insert(there.device);
   return names;
 }
 

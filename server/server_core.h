@@ -84,17 +84,6 @@ struct ServerCore {
   Mutex placing;  // held by Place
   std::unique_ptr<SessionRegistry> sessions;
 
-  // Of clients. Set before there are any.
-  struct ReadLimits {
-    // A session's job makes no further picture file while its client has more than this to read.
-    int64_t max_unread_bytes = int64_t{4} << 20;
-    // A session ends whose client, while something waited for it all of this time, took nothing, or less than
-    // so many bytes a second.
-    absl::Duration window = absl::Minutes(2);
-    int64_t bytes_per_second = int64_t{16} << 10;
-  };
-  ReadLimits read_limits;
-
  private:
   static absl::StatusOr<std::unique_ptr<ServerCore>> Make(const Config& config);
 };

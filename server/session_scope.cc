@@ -28,6 +28,7 @@ constexpr int kAnswerPatience = 3;
 // Requests after which memory is given back to the system, and how often at most.
 constexpr int64_t kTrimBytes = 32 << 20;
 constexpr absl::Duration kTrimInterval = absl::Seconds(2);
+constexpr absl::Duration kIdle = absl::Seconds(5);  // without a session
 
 absl::Status JobNotFound(const std::string& job_id) {
   return MakeError(absl::StatusCode::kNotFound, "JOB_NOT_FOUND",
@@ -184,9 +185,10 @@ absl::StatusOr<RequestMemory::Charge> SessionScope::ChargeRefs(const std::vector
   if (bytes == 0) return RequestMemory::Charge();
   auto charge = core_->requests->Take(bytes, id_, "LoRA references");
   if (charge) return *std::move(charge);
-  return MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
-                   absl::StrCat("no room for ", bytes, " bytes of LoRA references beside those of other requests"),
-                   {{"bytes", absl::StrCat(bytes)}, {"retry_ms", "2000"}});
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+      absl::StrCat("no room for ", bytes, " bytes of LoRA references beside those of other requests"),
+      {{"bytes", absl::StrCat(bytes)}, {"retry_ms", "2000"}});
 }
 
 absl::Status SessionScope::CancelJob(const std::string& job_id) {
@@ -222,6 +224,7 @@ void SessionScope::RequestEnd(EndReason reason, absl::Status status) {
     if (job_ != nullptr) job_->Cancel(Cancelled());
   }
   stop_.request_stop();
+  core_->cache->WillEnd(id_);
   for (const Request& request : dropped) {
     if (request.kind != Request::Kind::kDenoise) continue;
     --core_->queued_jobs;
@@ -287,6 +290,8 @@ absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<
     held.emplace_back();
     static_cast<LoraUse&>(held.back()) = choice;
   }
+  // They are kept for as long as the client wants, so nobody waits for them, until it is known that the
+  // session comes to its end by itself.
   ASSIGN_OR_RETURN(
       std::vector<LockHandle> handles,
       core_->cache->LockAll(requests, {.owner = id_,
@@ -430,12 +435,12 @@ void SessionScope::Tick(absl::Time now) {
         ++it;
       }
     }
-    if (client_->TooSlow(core_->read_limits.window, core_->read_limits.bytes_per_second)) {
+    if (client_->TooSlow(core_->config.reader_timeout, core_->config.min_read_rate)) {
       end = MakeError(
           absl::StatusCode::kDeadlineExceeded, kClientStalled,
-          absl::StrCat("the client read nothing, or less than ", core_->read_limits.bytes_per_second,
-                       " bytes a second, for ", absl::FormatDuration(core_->read_limits.window)),
-          {{"min_read_rate", absl::StrCat(core_->read_limits.bytes_per_second)}});
+          absl::StrCat("the client read nothing, or less than ", core_->config.min_read_rate,
+                       " bytes a second, for ", absl::FormatDuration(core_->config.reader_timeout)),
+          {{"min_read_rate", absl::StrCat(core_->config.min_read_rate)}});
     } else if (now - created_ > core_->config.session_max_age) {
       end =
           MakeError(absl::StatusCode::kDeadlineExceeded, "SESSION_TOO_OLD",
@@ -614,19 +619,26 @@ void SessionRegistry::WatchLeaving() {
   }
   std::erase_if(clients, [](const auto& client) { return client->Gone(); });
   for (const auto& client : clients) {
-    if (client->TooSlow(core_->read_limits.window, core_->read_limits.bytes_per_second)) client->BreakOff();
+    if (client->TooSlow(core_->config.reader_timeout, core_->config.min_read_rate)) client->BreakOff();
   }
   MutexLock lock(&mu_);
   leaving_.insert(leaving_.end(), clients.begin(), clients.end());
 }
 
-// What requests took stays in the C library's free lists, in many places, and would stay for good.
+// What requests, and gRPC's calls, took stays in the C library's free lists, in many places, and would stay for good.
 void SessionRegistry::GiveBackMemory(absl::Time now) {
+  {
+    MutexLock lock(&mu_);
+    if (!sessions_.empty()) busy_until_ = now;
+  }
+  if (now - trimmed_ < kTrimInterval) return;
   const int64_t taken = core_->requests->taken_ever();
-  if (taken - trimmed_at_ < kTrimBytes || now - trimmed_ < kTrimInterval) return;
+  // While jobs run, fresh memory would cost them time.
+  const bool idle = now - busy_until_ > kIdle && static_cast<int64_t>(mallinfo2().fordblks) >= kTrimBytes;
+  if (taken - trimmed_at_ < kTrimBytes && !idle) return;
   malloc_trim(0);
   trimmed_at_ = taken;
-  trimmed_ = now;
+  trimmed_ = now + (idle ? kIdle : absl::ZeroDuration());
 }
 
 void SessionRegistry::Watch() {

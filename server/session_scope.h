@@ -218,7 +218,7 @@ class SessionRegistry {
   std::vector<std::shared_ptr<SessionClient>> leaving_ ABSL_GUARDED_BY(mu_);
   // The watcher's.
   int64_t trimmed_at_ = 0;
-  absl::Time trimmed_ = absl::InfinitePast();
+  absl::Time trimmed_ = absl::InfinitePast(), busy_until_ = absl::InfinitePast();
   std::thread watcher_;
 };
 

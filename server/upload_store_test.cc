@@ -537,7 +537,9 @@ TEST_F(UploadStoreTest, WhateverLiesWhereANoteBelongsTheServerStartsAndGoesOn) {
     std::ofstream(note, std::ios::trunc) << text;
     Reopen();
     // One that says so may have expired.
-    if (!store_->Find("uploads/x")) ASSERT_TRUE(Put("x", "data").ok()) << text;
+    if (!store_->Find("uploads/x")) {
+      ASSERT_TRUE(Put("x", "data").ok()) << text;
+    }
   }
   // A time that no client can be told is none.
   ASSERT_TRUE(store_->Delete("uploads/x").ok());

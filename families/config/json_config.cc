@@ -1,5 +1,6 @@
 #include "families/config/json_config.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -25,7 +26,8 @@ absl::Status Corrupt(const std::string& label, absl::string_view what) {
 
 // An integer that no int64_t holds is none.
 std::optional<int64_t> Integer(const Json& value) {
-  if (value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) return std::nullopt;
+  if (value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX))
+    return std::nullopt;
   return value.get<int64_t>();
 }
 
@@ -34,6 +36,20 @@ absl::Status OutOfRange(const std::string& label, absl::string_view key, absl::s
   return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_MODEL",
                    absl::StrCat(label, ": ", key, " = ", value, " is not supported"),
                    {{"file", label}, {"key", std::string(key)}, {"value", std::string(value)}});
+}
+
+absl::StatusOr<std::vector<int64_t>> IntsOf(const std::string& label, const Json& value,
+                                            absl::string_view key, int64_t min, int64_t max) {
+  if (!value.is_array()) return Corrupt(label, absl::StrCat(key, " is not an array"));
+  std::vector<int64_t> numbers;
+  for (const Json& element : value) {
+    if (!element.is_number_integer())
+      return Corrupt(label, absl::StrCat(key, " is not an array of integers"));
+    const std::optional<int64_t> number = Integer(element);
+    if (!number || *number < min || *number > max) return OutOfRange(label, key, element.dump());
+    numbers.push_back(*number);
+  }
+  return numbers;
 }
 
 }  // namespace
@@ -68,6 +84,11 @@ absl::StatusOr<JsonConfig> JsonConfig::Parse(absl::string_view given, const std:
 }
 
 bool JsonConfig::Has(absl::string_view key) const { return impl_->Find(key) != nullptr; }
+
+bool JsonConfig::IsNull(absl::string_view key) const {
+  const auto it = impl_->json.find(std::string(key));
+  return it != impl_->json.end() && it->is_null();
+}
 
 absl::Status JsonConfig::WrongType(absl::string_view key, absl::string_view wanted) const {
   return Corrupt(label_, absl::StrCat(key, " is not ", wanted));
@@ -131,24 +152,31 @@ std::vector<int64_t> JsonConfig::Ints(absl::string_view key, std::vector<int64_t
                                       int64_t max) {
   const Json* value = impl_->Find(key);
   if (value == nullptr) return fallback;
-  std::vector<int64_t> numbers;
-  if (value->is_array()) {
-    for (const Json& element : *value) {
-      if (!element.is_number_integer()) {
-        Fail(WrongType(key, "an array of integers"));
-        return fallback;
-      }
-      const std::optional<int64_t> number = Integer(element);
-      if (!number || *number < min || *number > max) {
-        Fail(OutOfRange(label_, key, element.dump()));
-        return fallback;
-      }
-      numbers.push_back(*number);
-    }
-    return numbers;
-  }
-  Fail(WrongType(key, "an array"));
+  absl::StatusOr<std::vector<int64_t>> numbers = IntsOf(label_, *value, key, min, max);
+  if (numbers.ok()) return *std::move(numbers);
+  Fail(numbers.status());
   return fallback;
+}
+
+std::vector<std::vector<int64_t>> JsonConfig::IntOrNestedInts(absl::string_view key, int64_t fallback,
+                                                              size_t count, int64_t min, int64_t max) {
+  std::vector<std::vector<int64_t>> lists;
+  const Json* value = impl_->Find(key);
+  const bool nested = value != nullptr && value->is_array() &&
+                      std::any_of(value->begin(), value->end(), [](const Json& e) { return e.is_array(); });
+  if (!nested) {
+    for (const int64_t number : IntOrInts(key, fallback, count, min, max)) lists.push_back({number});
+    return lists;
+  }
+  for (const Json& element : *value) {
+    auto numbers = IntsOf(label_, element.is_array() ? element : Json::array({element}), key, min, max);
+    if (numbers.ok() && numbers->empty()) numbers = WrongType(key, "arrays that are not empty");
+    if (!numbers.ok()) Fail(numbers.status());
+    lists.push_back(numbers.ok() ? *std::move(numbers) : std::vector<int64_t>{fallback});
+  }
+  if (lists.size() != count) Fail(OutOfRange(label_, key, value->dump()));
+  if (!status_.ok()) lists.assign(count, {fallback});
+  return lists;
 }
 
 std::vector<int64_t> JsonConfig::IntOrInts(absl::string_view key, int64_t fallback, size_t count, int64_t min,

@@ -40,6 +40,8 @@ class JsonConfig {
 
   // True when the key is there and not null.
   bool Has(absl::string_view key) const;
+  // True when the key is there and null, where that is not the same as its absence.
+  bool IsNull(absl::string_view key) const;
 
   int64_t Int(absl::string_view key, int64_t fallback, int64_t min, int64_t max);
   double Double(absl::string_view key, double fallback, double min, double max);
@@ -49,6 +51,9 @@ class JsonConfig {
   // An array of `count` integers; one integer stands for `count` times itself.
   std::vector<int64_t> IntOrInts(absl::string_view key, int64_t fallback, size_t count, int64_t min,
                                  int64_t max);
+  // The same, where each of the `count` may also be an array, which is not empty.
+  std::vector<std::vector<int64_t>> IntOrNestedInts(absl::string_view key, int64_t fallback, size_t count,
+                                                    int64_t min, int64_t max);
   std::vector<std::string> Strings(absl::string_view key, std::vector<std::string> fallback);
   // Numbers of an array, or of an array of arrays, row after row.
   std::vector<double> Doubles(absl::string_view key);

@@ -163,8 +163,7 @@ absl::Status FluxPipeline::Validate(GenerateParams& params) const {
     if (text) RETURN_IF_ERROR(CheckPrompt(field, *text));
   }
 
-  if (!params.width) params.width = defaults.width;
-  if (!params.height) params.height = defaults.height;
+  FillSize({defaults.width, defaults.height}, PixelsPerToken(), params);
   RETURN_IF_ERROR(CheckSize(params, PixelsPerToken()));
   if (!params.steps) params.steps = defaults.steps;
   RETURN_IF_ERROR(CheckRange("params.steps", static_cast<double>(*params.steps), 1, kMaxSteps));
@@ -256,6 +255,23 @@ absl::Status FluxPipeline::Encode(const std::string& component, const WeightView
            kNegativeT5);
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<TokenCount>> FluxPipeline::CountTokens(const GenerateParams& params) const {
+  const int64_t clip = std::min(parts_.clip_tokenizer->model_max_length(), parts_.clip->config().positions) - 2;
+  const int64_t t5 = *params.max_sequence_length - 1;
+  std::vector<TokenCount> counts;
+  const auto count = [&](absl::string_view field, const std::string& text, const std::optional<std::string>& second) {
+    const auto clip_total = static_cast<int64_t>(parts_.clip_tokenizer->Tokenize(text).size());
+    counts.push_back({std::string(field), "text_encoder", std::min(clip_total, clip), clip_total});
+    const std::string& own = TextFor("text_encoder_2", text, second);
+    const int64_t t5_total = parts_.t5_tokenizer->Count(own);
+    counts.push_back({&own == &text ? std::string(field) : absl::StrCat(field, "_2"), "text_encoder_2",
+                      std::min(t5_total, t5), t5_total});
+  };
+  count("params.prompt", params.prompt, params.prompt_2);
+  if (UsesNegative(params)) count("params.negative_prompt", *params.negative_prompt, params.negative_prompt_2);
+  return counts;
 }
 
 std::string FluxPipeline::EncodeKey(const std::string& component, const GenerateParams& params) const {

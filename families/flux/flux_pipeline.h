@@ -67,6 +67,7 @@ class FluxPipeline : public Pipeline {
   std::string decoder_component() const override { return "vae"; }
   absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
                                     const PhaseOptions& options) const override;
+  absl::StatusOr<std::vector<TokenCount>> CountTokens(const GenerateParams& params) const override;
   int64_t SmallerTile(const GenerateParams& params, int64_t tile) const override;
   at::Tensor Preview(const at::Tensor& latents) const override;
   int64_t WorkingBytes(const std::string& component, const GenerateParams& params,

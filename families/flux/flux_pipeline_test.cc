@@ -94,6 +94,7 @@ TEST(FluxPipelineTest, ValidateNamesTheFieldAtFault) {
        }},
       {"params.init_image",
        [](auto& p) {
+         p.width = p.height = 64;  // else it is the picture's
          p.init_image = at::zeros({8, 20000, 3}, at::kByte);
        }},
       {"params.control_image",

@@ -90,6 +90,10 @@ TEST(LayersTest, NormAndTurnIsTheFormulaBothWays) {
 
 TEST(LayersTest, GroupNormIsTheFormulaBothWays) {
   at::manual_seed(4);
+  // The mean of the squares is 29 where the deviation's is 4: what it is wrong by, a rounding (6e-8) for each of the few
+  // sums that it is made of, is seven times that in the deviation.
+  constexpr double kOurs = 3e-6;
+  constexpr double kLibrarys = 3 * kOurs;  // without vectors it adds up one number after the other
   // More places than are summed up at a time, and a mean that is large beside the deviation.
   for (const std::vector<int64_t>& shape :
        {std::vector<int64_t>{2, 64, 31, 33}, {1, 128, 1, 1}, {3, 96, 2, 5}}) {
@@ -101,8 +105,8 @@ TEST(LayersTest, GroupNormIsTheFormulaBothWays) {
       if (silu) expected = at::silu(expected);
       const at::Tensor own = GroupNormHost(x, weight, bias, 32, 1e-5, silu);
       const at::Tensor composed = GroupNormComposed(x, weight, bias, 32, 1e-5, silu);
-      EXPECT_LE(RelativeError(own, expected), 3e-6) << shape[1];
-      EXPECT_LE(RelativeError(composed, expected), 3e-6) << shape[1];
+      EXPECT_LE(RelativeError(own, expected), kOurs) << shape[1];
+      EXPECT_LE(RelativeError(composed, expected), kLibrarys) << shape[1];
       EXPECT_TRUE(own.is_contiguous(at::MemoryFormat::ChannelsLast));
     }
   }

@@ -11,6 +11,7 @@
 #include "absl/strings/strip.h"
 #include "cache/error.h"
 #include "families/config/json_config.h"
+#include "families/request_checks.h"
 
 namespace latentd {
 namespace {
@@ -452,7 +453,8 @@ absl::StatusOr<SamplerSettings> SchedulerConfig::For(absl::string_view sampler) 
   const auto found = others_.find(name);
   if (found == others_.end()) return own_;  // no sampler of that name: MakeSampler says so
   if (found->second.ok()) return found->second;
-  return FieldError("params.sampler", absl::StrCat("'", sampler, "' ", found->second.status().message()));
+  return FieldError("params.sampler",
+                    absl::StrCat("'", sampler, "' ", MessageWithoutField(found->second.status())));
 }
 
 }  // namespace latentd

@@ -8,6 +8,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "cache/mutex.h"
@@ -21,6 +22,7 @@ struct Rename {
 constexpr Rename kTopLevel[] = {
     {"time_embedding.linear_1", "time_embed.0"},
     {"time_embedding.linear_2", "time_embed.2"},
+    {"time_embedding.cond_proj", "time_embed.cond_proj"},
     {"add_embedding.linear_1", "label_emb.0.0"},
     {"add_embedding.linear_2", "label_emb.0.2"},
     {"conv_in", "input_blocks.0.0"},
@@ -35,26 +37,28 @@ constexpr Rename kInResnet[] = {
 // Canonical parts and what they are there. An attention's inner names are the same in both.
 std::map<std::string, std::string> LdmParts(const UNetConfig& config) {
   std::map<std::string, std::string> parts;
-  const auto levels = static_cast<int64_t>(config.levels.size());
-  const int64_t stages =
-      config.layers_per_block + 1;  // of a level, with what changes the size as one of them
-  for (int64_t i = 0; i < levels; ++i) {
-    const std::string down = absl::StrCat("down_blocks.", i), up = absl::StrCat("up_blocks.", i);
-    for (int64_t j = 0; j < stages; ++j) {
-      const std::string in = absl::StrCat("input_blocks.", 1 + i * stages + j);
-      const std::string out = absl::StrCat("output_blocks.", i * stages + j);
-      if (j < config.layers_per_block) {
-        parts[absl::StrCat(down, ".resnets.", j)] = in + ".0";
-        parts[absl::StrCat(down, ".attentions.", j)] = in + ".1";
-      } else {
-        parts[down + ".downsamplers.0.conv"] = in + ".0.op";
-        // Behind the level's last resnet, and its attention where there is one.
-        const bool attention = config.levels[static_cast<size_t>(levels - 1 - i)].up_attention;
-        parts[up + ".upsamplers.0.conv"] = absl::StrCat(out, attention ? ".2" : ".1", ".conv");
-      }
-      parts[absl::StrCat(up, ".resnets.", j)] = out + ".0";
-      parts[absl::StrCat(up, ".attentions.", j)] = out + ".1";
+  const size_t levels = config.levels.size();
+  size_t input = 1;  // 0 is the first convolution
+  for (size_t i = 0; i < levels; ++i) {
+    const std::string down = absl::StrCat("down_blocks.", i);
+    for (size_t j = 0; j < config.levels[i].down.size(); ++j, ++input) {
+      parts[absl::StrCat(down, ".resnets.", j)] = absl::StrCat("input_blocks.", input, ".0");
+      parts[absl::StrCat(down, ".attentions.", j)] = absl::StrCat("input_blocks.", input, ".1");
     }
+    if (i + 1 < levels)
+      parts[down + ".downsamplers.0.conv"] = absl::StrCat("input_blocks.", input++, ".0.op");
+  }
+  size_t output = 0;
+  for (size_t i = 0; i < levels; ++i) {
+    const std::string up = absl::StrCat("up_blocks.", i);
+    const std::vector<int64_t>& layers = config.levels[levels - 1 - i].up;
+    for (size_t j = 0; j < layers.size(); ++j, ++output) {
+      parts[absl::StrCat(up, ".resnets.", j)] = absl::StrCat("output_blocks.", output, ".0");
+      parts[absl::StrCat(up, ".attentions.", j)] = absl::StrCat("output_blocks.", output, ".1");
+    }
+    // Behind the level's last resnet, and its attention where there is one.
+    parts[up + ".upsamplers.0.conv"] =
+        absl::StrCat("output_blocks.", output - 1, layers.back() > 0 ? ".2" : ".1", ".conv");
   }
   parts["mid_block.resnets.0"] = "middle_block.0";
   parts["mid_block.attentions.0"] = "middle_block.1";
@@ -89,9 +93,10 @@ std::set<std::string> Modules(const ComponentLayout& layout) {
 
 // All that the modules' names depend on.
 std::string Structure(const UNetConfig& config) {
-  std::string text = absl::StrCat(config.layers_per_block, config.added_dim > 0 ? "+" : "");
+  std::string text = absl::StrCat(config.added_dim > 0 ? "+" : "", config.guidance_dim > 0 ? "g" : "",
+                                  config.middle.value_or(-1));
   for (const UNetConfig::Level& level : config.levels) {
-    absl::StrAppend(&text, "/", level.attention, level.up_attention, ".", level.transformer_layers, ".",
+    absl::StrAppend(&text, "/", absl::StrJoin(level.down, ","), "^", absl::StrJoin(level.up, ","), ".",
                     level.channels);
   }
   return text;
@@ -104,6 +109,17 @@ const KeyMap* Cached(const std::string& key, const std::function<std::vector<Key
   const KeyMap*& map = (*maps)[key];
   if (map == nullptr) map = new KeyMap(make());
   return map;
+}
+
+// Columns of the text that the network reads, of the first attention that says so; 0: none does.
+int64_t ContextDim(const WeightFiles& files, absl::string_view prefix) {
+  for (const auto& [name, entry] : files.tensors()) {
+    if (absl::StartsWith(name, prefix) && absl::EndsWith(name, "transformer_blocks.0.attn2.to_k.weight") &&
+        entry.info->shape.size() == 2) {
+      return entry.info->shape[1];
+    }
+  }
+  return 0;
 }
 
 }  // namespace
@@ -140,23 +156,16 @@ UNetFileLayout DetectUNetFileLayout(const WeightFiles& files) {
     for (const bool ldm : {true, false}) {
       const auto in = tensors.find(absl::StrCat(prefix, ldm ? "input_blocks.0.0.weight" : "conv_in.weight"));
       // The first convolution of a VAE or a ControlNet is called that, too.
-      const bool whole =
-          tensors.count(absl::StrCat(prefix, ldm ? "out.2.weight" : "conv_out.weight")) != 0 &&
-          tensors.count(absl::StrCat(prefix, ldm ? "middle_block.0.in_layers.0.weight"
-                                                 : "mid_block.resnets.0.time_emb_proj.weight")) != 0;
+      const bool whole = tensors.count(absl::StrCat(prefix, ldm ? "out.2.weight" : "conv_out.weight")) != 0 &&
+                         tensors.count(absl::StrCat(
+                             prefix, ldm ? "time_embed.0.weight" : "time_embedding.linear_1.weight")) != 0;
       if (in == tensors.end() || !whole || in->second.info->shape.size() != 4) continue;
       UNetFileLayout layout{.known = true, .ldm = ldm, .prefix = prefix};
       layout.in_channels = in->second.info->shape[1];
       layout.added_embedding =
           tensors.count(
               absl::StrCat(prefix, ldm ? "label_emb.0.0.weight" : "add_embedding.linear_1.weight")) != 0;
-      const std::string first_attention =
-          absl::StrCat(prefix, ldm ? "middle_block.1." : "mid_block.attentions.0.",
-                       "transformer_blocks.0.attn2.to_k.weight");
-      if (const auto k = tensors.find(first_attention);
-          k != tensors.end() && k->second.info->shape.size() == 2) {
-        layout.context_dim = k->second.info->shape[1];
-      }
+      layout.context_dim = ContextDim(files, prefix);
       return layout;
     }
   }

@@ -8,6 +8,7 @@
 #include "ATen/ATen.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "cache/error.h"
 #include "families/config/json_config.h"
 #include "families/known_models.h"
@@ -21,34 +22,31 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int64_t kSd2ContextDim = 1024;
 constexpr char kXl[] = "StableDiffusionXL", kSd[] = "StableDiffusion", kSd3[] = "StableDiffusion3";
+constexpr char kLatentConsistency[] = "LatentConsistencyModel";
 
 // Where checkpoints have their text encoders.
-constexpr const char* kClipLPrefixes[] = {"cond_stage_model.transformer.",
+constexpr const char* kClipLPrefixes[] = {"cond_stage_model.transformer.", "cond_stage_model.model.",
                                           "conditioner.embedders.0.transformer.",
                                           "text_encoders.clip_l.transformer."};
 constexpr const char* kClipGPrefixes[] = {"conditioner.embedders.1.model.", "conditioner.embedders.0.model.",
                                           "text_encoders.clip_g.transformer."};
-constexpr char kSd2Encoder[] = "cond_stage_model.model.ln_final.weight";
 
 bool Has(const WeightFiles& files, const std::string& name) { return files.tensors().count(name) != 0; }
 
 // What is not read, by the class of its folder.
 absl::Status CheckTask(const std::string& name) {
-  for (const char* known : {"StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline",
-                            "StableDiffusionInpaintPipeline", "StableDiffusionXLPipeline",
-                            "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline"}) {
+  for (const char* known :
+       {"StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline",
+        "StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline",
+        "LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline"}) {
     if (name == known) return absl::OkStatus();
   }
   return Unsupported(AboutPipelineClass(name));
 }
 
-// What is not read, by the first convolution and the text that the UNet takes.
-absl::Status CheckNetwork(const UNetConfig& config, SdKind kind) {
-  if (config.context_dim == kSd2ContextDim && kind == SdKind::kSd15) {
-    return Unsupported("Stable Diffusion 2 is not supported; SD 1.5 and SDXL are");
-  }
+// What is not read, by the first convolution.
+absl::Status CheckNetwork(const UNetConfig& config) {
   if (config.in_channels == 4 || config.in_channels == 9) return absl::OkStatus();
   return Unsupported(absl::StrCat("a UNet that takes ", config.in_channels, " channels (",
                                   config.in_channels == 8   ? "InstructPix2Pix"
@@ -59,7 +57,7 @@ absl::Status CheckNetwork(const UNetConfig& config, SdKind kind) {
 }
 
 absl::StatusOr<Component> DescribeUNet(const std::shared_ptr<const WeightFiles>& checkpoint,
-                                       const std::string& base, SdKind kind, SdParts& parts) {
+                                       const std::string& base, SdParts& parts) {
   Component component;
   component.name = "unet";
   ASSIGN_OR_RETURN(UNetConfig config, UNetConfig::Load(base + "/unet/config.json"));
@@ -77,7 +75,7 @@ absl::StatusOr<Component> DescribeUNet(const std::shared_ptr<const WeightFiles>&
                                       ": they are of different models"));
     }
   }
-  RETURN_IF_ERROR(CheckNetwork(config, kind));
+  RETURN_IF_ERROR(CheckNetwork(config));
   parts.unet = std::make_shared<const UNet2DCondition>(config);
   if (file.known) component.prefix = file.prefix;
   if (file.ldm) component.key_map = LdmUNetKeys(*parts.unet);
@@ -90,7 +88,8 @@ absl::StatusOr<Component> DescribeUNet(const std::shared_ptr<const WeightFiles>&
 absl::StatusOr<std::pair<std::shared_ptr<const WeightFiles>, ClipFileLayout>> FindClip(
     const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& folder, bool g) {
   if (checkpoint != nullptr) {
-    for (const char* prefix : g ? kClipGPrefixes : kClipLPrefixes) {
+    const absl::Span<const char* const> prefixes = g ? absl::MakeConstSpan(kClipGPrefixes) : kClipLPrefixes;
+    for (const char* prefix : prefixes) {
       const ClipFileLayout layout = DetectClipFileLayout(*checkpoint, prefix);
       if (layout.known) return std::pair{checkpoint, layout};
     }
@@ -130,12 +129,13 @@ absl::StatusOr<Component> DescribeClip(const std::shared_ptr<const WeightFiles>&
 }
 
 absl::StatusOr<Component> DescribeVaeOf(const std::shared_ptr<const WeightFiles>& checkpoint,
-                                        const std::string& base, SdParts& parts) {
+                                        const std::string& base, SdKind kind, SdParts& parts) {
   std::shared_ptr<const WeightFiles> files = checkpoint;
   if (checkpoint == nullptr || !HasVae(*checkpoint)) {
     ASSIGN_OR_RETURN(files, WeightFiles::Open(base + "/vae"));
   }
-  return DescribeVae(base + "/vae", std::move(files), parts.vae);
+  return DescribeVae(base + "/vae", std::move(files), parts.vae,
+                     kind == SdKind::kSdxl ? LatentStatistics::kUsed : LatentStatistics::kIgnored);
 }
 
 constexpr char kPlayground[] = "edm_mean", kCosXl[] = "edm_vpred.sigma_max";
@@ -170,7 +170,7 @@ absl::StatusOr<std::shared_ptr<const SchedulerConfig>> ReadScheduler(
   SchedulerSource source;
   source.path = base + "/scheduler/scheduler_config.json";
   source.class_name = SchedulerClassOf(base);
-  source.sd1 = kind == SdKind::kSd15;
+  source.sd1 = kind == SdKind::kSd15 && !absl::StartsWith(PipelineClass(base), kLatentConsistency);
   if (checkpoint != nullptr) {
     // Trainers leave empty tensors of these names behind.
     source.velocity = Has(*checkpoint, "v_pred");
@@ -212,20 +212,27 @@ SdKind DetectSdKind(const ModelFiles& files) {
     if (!weights.ok()) return SdKind::kNone;
     const UNetFileLayout layout = DetectUNetFileLayout(**weights);
     if (!layout.known) return SdKind::kNone;
+    // Stable Diffusion 2's unCLIP has an added embedding, too, of a picture.
     return layout.added_embedding && layout.context_dim != kSd2ContextDim ? SdKind::kSdxl : SdKind::kSd15;
   }
   const std::string name = PipelineClass(files.folder);
   if (absl::StartsWith(name, kXl)) return SdKind::kSdxl;
+  if (absl::StartsWith(name, kLatentConsistency)) return SdKind::kSd15;
   return absl::StartsWith(name, kSd) && !absl::StartsWith(name, kSd3) ? SdKind::kSd15 : SdKind::kNone;
+}
+
+void SetDistilledDefaults(SdParts& parts, double embedded_guidance) {
+  const bool embeds = parts.unet->config().guidance_dim > 0;
+  if (!embeds && parts.defaults.sampler != "lcm" && parts.defaults.sampler != "tcd") return;
+  parts.defaults.steps = 4;
+  parts.defaults.guidance = embeds ? embedded_guidance : 1;
+  if (parts.variant == "base") parts.variant = "lcm";
 }
 
 absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind) {
   std::shared_ptr<const WeightFiles> checkpoint;
   if (!files.file.empty()) {
     ASSIGN_OR_RETURN(checkpoint, WeightFiles::Open(files.file));
-    if (Has(*checkpoint, kSd2Encoder) || DetectUNetFileLayout(*checkpoint).context_dim == kSd2ContextDim) {
-      return Unsupported("Stable Diffusion 2 is not supported; SD 1.5 and SDXL are");
-    }
   }
   const std::string& base = BaseFolder(files);
   if (base.empty()) {
@@ -236,7 +243,7 @@ absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind) {
   RETURN_IF_ERROR(CheckTask(PipelineClass(base)));
 
   SdParts parts;
-  ASSIGN_OR_RETURN(Component unet, DescribeUNet(checkpoint, base, kind, parts));
+  ASSIGN_OR_RETURN(Component unet, DescribeUNet(checkpoint, base, parts));
   for (const bool g : {false, true}) {
     // The refiner has no first one.
     if (!fs::exists(absl::StrCat(base, "/text_encoder", g ? "_2" : "", "/config.json")) &&
@@ -246,7 +253,7 @@ absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind) {
     ASSIGN_OR_RETURN(Component encoder, DescribeClip(checkpoint, base, g, parts));
     parts.components.push_back(std::move(encoder));
   }
-  ASSIGN_OR_RETURN(Component vae, DescribeVaeOf(checkpoint, base, parts));
+  ASSIGN_OR_RETURN(Component vae, DescribeVaeOf(checkpoint, base, kind, parts));
   parts.components.push_back(std::move(unet));
   parts.components.push_back(std::move(vae));
   ASSIGN_OR_RETURN(parts.scheduler, ReadScheduler(checkpoint, base, kind));

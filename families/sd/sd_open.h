@@ -19,13 +19,19 @@
 namespace latentd {
 
 // What the files seem to be, by names and shapes alone.
+// SD 2 and latent consistency models are opened as SD 1.5 is.
 enum class SdKind { kNone, kSd15, kSdxl };
 SdKind DetectSdKind(const ModelFiles& files);
 
-// Errors: those of WeightFiles::Open and JsonConfig; UNSUPPORTED_MODEL for SD 2, other tasks and parts that
+// Errors: those of WeightFiles::Open and JsonConfig; UNSUPPORTED_MODEL for other tasks and parts that
 // do not fit each other, by name. The variant is "base" or "inpaint"; what is special about SDXL is the
 // caller's.
 absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind);
+
+// Few steps, and little guidance, for models whose network or scheduler says that they were distilled to need
+// no more. A network that embeds the guidance is given `embedded_guidance`. REQUIRES: the family's own
+// defaults are set.
+void SetDistilledDefaults(SdParts& parts, double embedded_guidance);
 
 // The folder whose settings describe the model.
 const std::string& BaseFolder(const ModelFiles& files);

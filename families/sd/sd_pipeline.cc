@@ -11,6 +11,7 @@
 #include "families/request_checks.h"
 #include "families/sd/sd_denoiser.h"
 #include "families/sd/sd_masks.h"
+#include "families/sd/sd_paste.h"
 #include "families/text/embedding_triggers.h"
 #include "families/text/text_embedding.h"
 #include "families/working_memory.h"
@@ -37,7 +38,7 @@ absl::Status InRequestTerms(const absl::Status& status) {
   const ErrorDetails details = GetErrorDetails(status);
   const auto field = details.find("field");
   if (field == details.end() || field->second != "params.strength") return status;
-  return FieldError("params.init_image.strength", status.message());
+  return AtField(status, "params.init_image.strength");
 }
 
 absl::Status CheckTiles(const DenoiseTiles& tiles, int64_t scale) {
@@ -59,7 +60,8 @@ absl::Status CheckTiles(const DenoiseTiles& tiles, int64_t scale) {
 
 }  // namespace
 
-bool SdPipeline::Guided(const GenerateParams& params) {
+bool SdPipeline::Guided(const GenerateParams& params) const {
+  if (parts_.unet->config().guidance_dim > 0) return false;  // the network is told, and guides itself
   const auto guides = [](double scale) { return scale > 1; };
   if (params.guidance_list.empty()) return guides(*params.guidance);
   return std::any_of(params.guidance_list.begin(), params.guidance_list.end(), guides);
@@ -92,8 +94,7 @@ absl::Status SdPipeline::Validate(GenerateParams& params) const {
                                    "time"));
   }
 
-  if (!params.width) params.width = defaults.width;
-  if (!params.height) params.height = defaults.height;
+  FillSize({defaults.width, defaults.height}, parts_.vae->config().scale(), params);
   RETURN_IF_ERROR(CheckSize(params, parts_.vae->config().scale()));
   if (!params.steps) params.steps = defaults.steps;
   RETURN_IF_ERROR(CheckRange("params.steps", static_cast<double>(*params.steps), 1, kMaxSteps));
@@ -129,6 +130,10 @@ absl::Status SdPipeline::ValidatePrompts(GenerateParams& params) const {
       if (negative) continue;
       const size_t joined = schedule.at(0).size();
       if (joined > 1 && !Guided(params)) {
+        if (parts_.unet->config().guidance_dim > 0) {
+          return FieldError(text.field,
+                            "joins prompts with AND, which models that embed the guidance cannot weigh");
+        }
         return FieldError("params.guidance",
                           "must be above 1 where prompts are joined with AND: without guidance there is "
                           "nothing that they could be weighed against");
@@ -312,6 +317,24 @@ std::vector<SdText> SdPipeline::TextsOf(const SdEncoder& encoder, const Generate
     texts.back().text = text;
   }
   return texts;
+}
+
+absl::StatusOr<std::vector<TokenCount>> SdPipeline::CountTokens(const GenerateParams& params) const {
+  std::vector<TokenCount> counts;
+  for (const bool negative : {false, true}) {
+    if (negative && !EncodesNegative(params)) continue;
+    for (const SdEncoder& encoder : parts_.encoders) {
+      TokenCount count{std::string(TextOf(encoder, params, negative).field), encoder.component};
+      for (const SdText& text : TextsOf(encoder, params, negative)) {
+        ASSIGN_OR_RETURN(const TextTokens tokens, CountTextTokens(encoder, text));
+        if (tokens.total <= count.total) continue;
+        count.total = tokens.total;
+        count.read = tokens.read;
+      }
+      counts.push_back(std::move(count));
+    }
+  }
+  return counts;
 }
 
 int64_t SdPipeline::Tokens(const GenerateParams& params) const {
@@ -547,6 +570,11 @@ absl::StatusOr<at::Tensor> SdPipeline::Decode(const WeightView& weights, const a
   return DecodePicture(*parts_.vae, weights, latents, options.tile);
 }
 
+at::Tensor SdPipeline::Finish(const at::Tensor& picture, const GenerateParams& params) const {
+  c10::InferenceMode inference;
+  return params.paste_back ? PasteBack(picture, params) : picture;
+}
+
 int64_t SdPipeline::SmallerTile(const GenerateParams& params, int64_t tile) const {
   return SmallerVaeTile(*parts_.vae, *params.width, *params.height, tile);
 }
@@ -570,7 +598,8 @@ int64_t SdPipeline::WorkingBytes(const std::string& component, const GeneratePar
     const int64_t masked = takes_mask() && params.mask_image.defined()
                                ? 4 * *params.width * *params.height * int64_t{sizeof(float)}
                                : 0;
-    return 6 * latent_bytes + masked + parts_.vae->EncodeBytes(*params.width, *params.height, options.tile, use);
+    return 6 * latent_bytes + masked +
+           parts_.vae->EncodeBytes(*params.width, *params.height, options.tile, use);
   }
   if (component == "unet") {
     // Latents before and after a step, what a mask adds to them, and what samplers remember.
@@ -594,7 +623,8 @@ int64_t SdPipeline::WorkingBytes(const std::string& component, const GeneratePar
 
 std::string SdPipeline::ShapeKey(const std::string& component, const GenerateParams& params) const {
   if (component != "vae" && component != "unet") {
-    return absl::StrCat("t", Tokens(params), params.prompt_syntax.value_or(""), EncodesNegative(params) ? "g" : "");
+    return absl::StrCat("t", Tokens(params), params.prompt_syntax.value_or(""),
+                        EncodesNegative(params) ? "g" : "");
   }
   std::string key = absl::StrCat(*params.width, "x", *params.height, "n", params.seeds.size());
   if (params.has_pictures()) key += "i";

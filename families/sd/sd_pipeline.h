@@ -78,6 +78,8 @@ class SdPipeline : public Pipeline {
   std::string decoder_component() const override { return "vae"; }
   absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
                                     const PhaseOptions& options) const override;
+  at::Tensor Finish(const at::Tensor& picture, const GenerateParams& params) const override;
+  absl::StatusOr<std::vector<TokenCount>> CountTokens(const GenerateParams& params) const override;
   int64_t SmallerTile(const GenerateParams& params, int64_t tile) const override;
   at::Tensor Preview(const at::Tensor& latents) const override;
   int64_t WorkingBytes(const std::string& component, const GenerateParams& params,
@@ -99,7 +101,7 @@ class SdPipeline : public Pipeline {
   virtual absl::Status AddToRow(const GenerateParams& params, bool negative, SdPromptRow& row) const = 0;
 
   // One prompt, or an unwanted one beside it.
-  static bool Guided(const GenerateParams& params);
+  bool Guided(const GenerateParams& params) const;
 
   SdParts parts_;
 

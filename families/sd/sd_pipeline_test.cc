@@ -36,7 +36,7 @@ SdParts Parts(const UNetConfig& config) {
 UNetConfig Small(int64_t in_channels = 4) {
   UNetConfig config;
   config.in_channels = in_channels;
-  config.levels = {{32, 4, 1, true, true}, {64, 4, 1, false, false}};
+  config.levels = {UNetConfig::Level::Of(32, 4, 1, 1), UNetConfig::Level::Of(64, 4, 1, 0)};
   return config;
 }
 

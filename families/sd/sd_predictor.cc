@@ -42,17 +42,19 @@ at::Tensor SdPredictor::operator()(const WeightView& w, const at::Tensor& x, con
   const auto wanted = static_cast<int64_t>(weights_.size());
   const int64_t unwanted = all_.context.size(0) - wanted;
   const bool guided = unwanted > 0 && (guidance > 1 || wanted > 1);
-  if (timestep != timestep_ || guided != guided_) {
+  const double embedded = unet_->config().guidance_dim > 0 ? guidance : 0;
+  if (timestep != timestep_ || guided != guided_ || embedded != guidance_) {
     timestep_ = -1;  // until all of it is there: an exception may come between
     batches_.clear();
     times_.clear();
     batches_.push_back(guided ? Rows(0, 2) : Rows(unwanted, 1));
     for (int64_t i = 1; i < wanted; ++i) batches_.push_back(Rows(unwanted + i, 1));
     for (const UNetConditioning& batch : batches_) {
-      times_.push_back(unet_->TimeEmbedding(w, static_cast<float>(timestep), batch));
+      times_.push_back(unet_->TimeEmbedding(w, static_cast<float>(timestep), guidance, batch));
     }
     timestep_ = timestep;
     guided_ = guided;
+    guidance_ = embedded;
   }
   const at::Tensor input = (more.defined() ? at::cat({x, more}, 1) : x).to(w.compute_type());
   auto predict = [&](size_t batch) {

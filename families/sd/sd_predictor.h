@@ -53,6 +53,7 @@ class SdPredictor {
   std::vector<double> weights_;
   // Of the last call: pictures of a step share them.
   double timestep_ = -1;
+  double guidance_ = 0;  // where the network embeds it
   bool guided_ = false;
   std::vector<UNetConditioning> batches_;
   std::vector<at::Tensor> times_;  // by batch

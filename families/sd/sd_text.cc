@@ -6,6 +6,7 @@
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "cache/error.h"
+#include "families/text/embedding_triggers.h"
 #include "families/text/prompt_conditioning.h"
 #include "families/text/prompt_windows.h"
 
@@ -64,6 +65,22 @@ absl::StatusOr<int64_t> TokensOf(const SdEncoder& encoder, const SdText& text) {
   const int64_t most = kMaxPromptWindows * encoder.tokenizer->model_max_length();
   if (tokens <= most) return tokens;
   return FieldError(text.field, absl::StrCat("makes ", tokens, " tokens; at most ", most, " are taken"));
+}
+
+absl::StatusOr<TextTokens> CountTextTokens(const SdEncoder& encoder, const SdText& text) {
+  ASSIGN_OR_RETURN(const ParsedPrompt prompt, ParsePrompt(text.text, text.syntax, text.field));
+  TextTokens tokens;
+  for (const PromptPart& part : prompt.parts) {
+    for (const PromptText& one : part.texts) {
+      for (const PromptFragment& fragment : one) {
+        tokens.total += static_cast<int64_t>(TokenizeMarked(*encoder.tokenizer, fragment.text).size());
+      }
+    }
+  }
+  constexpr int64_t kBeginAndEnd = 2;
+  const int64_t window = encoder.tokenizer->model_max_length() - kBeginAndEnd;
+  tokens.read = ModeOf(text) == LongPrompts::kTruncate ? std::min(tokens.total, window) : tokens.total;
+  return tokens;
 }
 
 absl::StatusOr<ClipTextModel::Output> EncodeText(const SdEncoder& encoder, const WeightView& w,

@@ -38,6 +38,13 @@ struct SdText {
 // for too many windows.
 absl::StatusOr<int64_t> TokensOf(const SdEncoder& encoder, const SdText& text);
 
+// Tokens that a text has, without those that begin and end windows, and those of them that the encoder is
+// given. Errors: as TokensOf.
+struct TextTokens {
+  int64_t read = 0, total = 0;
+};
+absl::StatusOr<TextTokens> CountTextTokens(const SdEncoder& encoder, const SdText& text);
+
 // Hidden states [1, tokens, dim], continued by windows of the empty prompt where the text has less of them,
 // and the pooled row where the tap asks for one. On the view's device. `rows` [n, dim], in host memory: what
 // the text's marks stand for. REQUIRES: tokens >= TokensOf(encoder, text).

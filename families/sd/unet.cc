@@ -1,6 +1,7 @@
 #include "families/sd/unet.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "ATen/ATen.h"
@@ -16,16 +17,16 @@ UNet2DCondition::UNet2DCondition(const UNetConfig& config) : config_(config) {
   const int64_t channels = config.levels.front().channels;
   layout->BeginBlock("embeddings", ComponentLayout::Residency::kStays);
   time_embedding_ = EmbedderMlp::Describe(*layout, "time_embedding", channels, config.time_dim());
+  if (config.guidance_dim > 0) {
+    guidance_embedding_ = Linear::Describe(*layout, "time_embedding.cond_proj", config.guidance_dim, channels,
+                                           /*with_bias=*/false);
+  }
   if (config.added_dim > 0) {
     add_embedding_ = EmbedderMlp::Describe(*layout, "add_embedding", config.added_dim, config.time_dim());
   }
   conv_in_ = Conv2d::Describe(*layout, "conv_in", config.in_channels, channels, 3, 1, 1);
   DescribeDown(*layout);
-  const UNetConfig::Level& deepest = config.levels.back();
-  middle_ = DescribeStage(*layout, "mid_block", 0, deepest.channels, deepest, /*attention=*/true);
-  layout->BeginBlock("mid_block.resnets.1");
-  middle_end_ =
-      UNetResnet::Describe(*layout, "mid_block.resnets.1", deepest.channels, deepest.channels, config);
+  DescribeMiddle(*layout);
   DescribeUp(*layout);
   layout->BeginBlock("output", ComponentLayout::Residency::kStays);
   norm_out_ = GroupNorm::Describe(*layout, "conv_norm_out", channels, config.groups, config.norm_eps);
@@ -34,19 +35,29 @@ UNet2DCondition::UNet2DCondition(const UNetConfig& config) : config_(config) {
 }
 
 UNet2DCondition::Stage UNet2DCondition::DescribeStage(ComponentLayout& layout, const std::string& level,
-                                                      int64_t index, int64_t in, const UNetConfig::Level& of,
-                                                      bool attention) const {
+                                                      size_t index, int64_t in, const UNetConfig::Level& of,
+                                                      int64_t transformer_layers) const {
   Stage stage;
   stage.name = level;
-  stage.index = index;
+  stage.index = static_cast<int64_t>(index);
   const std::string resnet = absl::StrCat(level, ".resnets.", index);
   layout.BeginBlock(resnet);
   stage.resnet = UNetResnet::Describe(layout, resnet, in, of.channels, config_);
-  if (attention) {
-    stage.transformer =
-        UNetTransformer::Describe(layout, absl::StrCat(level, ".attentions.", index), of, config_);
+  if (transformer_layers > 0) {
+    stage.transformer = UNetTransformer::Describe(layout, absl::StrCat(level, ".attentions.", index),
+                                                  of.channels, of.heads, transformer_layers, config_);
   }
   return stage;
+}
+
+void UNet2DCondition::DescribeMiddle(ComponentLayout& layout) {
+  if (!config_.middle) return;
+  const UNetConfig::Level& deepest = config_.levels.back();
+  middle_ = DescribeStage(layout, "mid_block", 0, deepest.channels, deepest, *config_.middle);
+  if (*config_.middle == 0) return;
+  layout.BeginBlock("mid_block.resnets.1");
+  middle_end_ =
+      UNetResnet::Describe(layout, "mid_block.resnets.1", deepest.channels, deepest.channels, config_);
 }
 
 void UNet2DCondition::DescribeDown(ComponentLayout& layout) {
@@ -55,8 +66,8 @@ void UNet2DCondition::DescribeDown(ComponentLayout& layout) {
     const UNetConfig::Level& of = config_.levels[i];
     Level level;
     level.name = absl::StrCat("down_blocks.", i);
-    for (int64_t j = 0; j < config_.layers_per_block; ++j) {
-      level.stages.push_back(DescribeStage(layout, level.name, j, in, of, of.attention));
+    for (size_t j = 0; j < of.down.size(); ++j) {
+      level.stages.push_back(DescribeStage(layout, level.name, j, in, of, of.down[j]));
       in = of.channels;
     }
     if (i + 1 < config_.levels.size()) {
@@ -71,16 +82,16 @@ void UNet2DCondition::DescribeUp(ComponentLayout& layout) {
   // What the way down leaves behind, the last of it taken first.
   std::vector<int64_t> skips = {config_.levels.front().channels};
   for (size_t i = 0; i < config_.levels.size(); ++i) {
-    const int64_t left = config_.layers_per_block + (i + 1 < config_.levels.size() ? 1 : 0);
-    skips.insert(skips.end(), static_cast<size_t>(left), config_.levels[i].channels);
+    const size_t left = config_.levels[i].down.size() + (i + 1 < config_.levels.size() ? 1 : 0);
+    skips.insert(skips.end(), left, config_.levels[i].channels);
   }
   int64_t in = config_.levels.back().channels;
   for (size_t i = 0; i < config_.levels.size(); ++i) {
     const UNetConfig::Level& of = config_.levels[config_.levels.size() - 1 - i];
     Level level;
     level.name = absl::StrCat("up_blocks.", i);
-    for (int64_t j = 0; j < config_.layers_per_block + 1; ++j) {
-      level.stages.push_back(DescribeStage(layout, level.name, j, in + skips.back(), of, of.up_attention));
+    for (size_t j = 0; j < of.up.size(); ++j) {
+      level.stages.push_back(DescribeStage(layout, level.name, j, in + skips.back(), of, of.up[j]));
       skips.pop_back();
       in = of.channels;
     }
@@ -116,13 +127,30 @@ UNetConditioning UNet2DCondition::PrepareConditioning(const WeightView& w, const
   return conditioning;
 }
 
-at::Tensor UNet2DCondition::TimeEmbedding(const WeightView& w, float timestep,
+at::Tensor UNet2DCondition::TimeEmbedding(const WeightView& w, float timestep, double guidance,
                                           const UNetConditioning& conditioning) const {
   const int64_t channels = config_.levels.front().channels;
-  at::Tensor embedding =
-      time_embedding_(w, SinusoidalEmbedding(timestep, channels, w.device()).to(w.compute_type()));
+  at::Tensor sinusoid = SinusoidalEmbedding(timestep, channels, w.device()).to(w.compute_type());
+  if (config_.guidance_dim > 0) {
+    sinusoid =
+        sinusoid + guidance_embedding_(
+                       w, GuidanceEmbedding(guidance, config_.guidance_dim).to(w.device(), w.compute_type()));
+  }
+  at::Tensor embedding = time_embedding_(w, sinusoid);
   if (conditioning.added.defined()) embedding = embedding + conditioning.added;
   return ActivateInPlace(Activation::kSilu, embedding);
+}
+
+// [1, dim], in host memory: sin and cos of 1000·(guidance − 1) at dim/2 frequencies from 1 down to 1/10000.
+// Luo et al. 2023, "Latent Consistency Models", section 4.2; the same as diffusers'
+// get_guidance_scale_embedding.
+at::Tensor UNet2DCondition::GuidanceEmbedding(double guidance, int64_t dim) {
+  const int64_t half = dim / 2;
+  const double step = half > 1 ? std::log(10000.0) / static_cast<double>(half - 1) : 0;
+  const at::Tensor frequencies = at::exp(at::arange(half, at::kFloat) * static_cast<float>(-step));
+  const at::Tensor angles = frequencies * static_cast<float>((guidance - 1) * 1000);
+  at::Tensor embedding = at::cat({at::sin(angles), at::cos(angles)}).unsqueeze(0);
+  return dim % 2 == 0 ? embedding : at::constant_pad_nd(embedding, {0, 1});
 }
 
 struct UNet2DCondition::Call {
@@ -165,7 +193,8 @@ at::Tensor UNet2DCondition::operator()(const WeightView& w, const at::Tensor& x,
     call.See(level.name, "downsamplers", 0, h);
     skips.push_back(h);
   }
-  h = call.Resnet(middle_end_, "mid_block", 1, call.Run(middle_, h));
+  if (middle_) h = call.Run(*middle_, h);
+  if (middle_end_) h = call.Resnet(*middle_end_, "mid_block", 1, h);
   for (const Level& level : up_) {
     for (const Stage& stage : level.stages) {
       h = at::cat({h, skips.back()}, 1);
@@ -198,8 +227,9 @@ class UNet2DCondition::Estimate {
       for (const Stage& stage : level.stages) Skip(Run(stage));
       if (level.resample) Skip(Conv(*level.resample));
     }
-    int64_t h = Run(unet_.middle_);
-    h = Replace(h, Resnet(unet_.middle_end_));
+    int64_t h = Deepest();
+    if (unet_.middle_) h = Run(*unet_.middle_);
+    if (unet_.middle_end_) h = Replace(h, Resnet(*unet_.middle_end_));
     for (const Level& level : unet_.up_) {
       for (const Stage& stage : level.stages) {
         const int64_t joined = h + skips_.back().floats;
@@ -235,6 +265,13 @@ class UNet2DCondition::Estimate {
   }
   const std::vector<int64_t>& Shape(const Conv2d& conv) const { return (*unet_.layout_)[conv.weight].shape; }
 
+  // The last map of the way down, when nothing is made of it: kept for the way up already.
+  int64_t Deepest() {
+    if (unet_.middle_) return 0;
+    live_.Hold(skips_.back().floats);
+    return skips_.back().floats;
+  }
+
   // Holds the result, and returns its floats; so do those below.
   int64_t Conv(const Conv2d& conv) {
     const std::vector<int64_t>& shape = Shape(conv);
@@ -261,7 +298,8 @@ class UNet2DCondition::Estimate {
     if (!stage.transformer) return y;
     const int64_t n = height_ * width_, dim = y / places();
     live_.Hold(3 * y);  // a norm, the tokens, and a block's norm
-    live_.Reach(5 * y + beside(places()) + AttentionScratch(n, n, stage.transformer->blocks.front().self_attention.head_dim));
+    live_.Reach(5 * y + beside(places()) +
+                AttentionScratch(n, n, stage.transformer->blocks.front().self_attention.head_dim));
     live_.Reach(3 * y + 2 * batch_ * tokens_ * dim + beside(places()) +
                 AttentionScratch(n, tokens_, stage.transformer->blocks.front().self_attention.head_dim));
     // A norm, both halves of the hidden layer, their product, and what it becomes.

@@ -1,10 +1,10 @@
-// The denoiser of Stable Diffusion 1.5 and SDXL: a UNet that reads text by cross-attention. Names and
+// The denoiser of Stable Diffusion 1, 2 and XL: a UNet that reads text by cross-attention. Names and
 // numerics are those of diffusers' UNet2DConditionModel. Architecture: Rombach et al. 2022, "High-Resolution
 // Image Synthesis with Latent Diffusion Models"; Podell et al. 2023, "SDXL", section 2.2 (numbers about the
 // picture).
 //
 //   UNetConditioning c = unet.PrepareConditioning(view, context, pooled, time_ids);  // once per run
-//   at::Tensor time = unet.TimeEmbedding(view, timestep, c);                         // once per step
+//   at::Tensor time = unet.TimeEmbedding(view, timestep, guidance, c);               // once per step
 //   at::Tensor output = unet(view, x, time, c.context);                              // per picture
 //
 // The batch of a call is that of the conditioning: 2 with classifier-free guidance, unwanted first. Any
@@ -49,8 +49,10 @@ class UNet2DCondition {
   UNetConditioning PrepareConditioning(const WeightView& w, const at::Tensor& context,
                                        const at::Tensor& pooled, const at::Tensor& time_ids) const;
 
-  // What the resnets take, [1 or batch, time_dim]; SiLU applied. `timestep`: 0 to 999.
-  at::Tensor TimeEmbedding(const WeightView& w, float timestep, const UNetConditioning& conditioning) const;
+  // What the resnets take, [1 or batch, time_dim]; SiLU applied. `timestep`: 0 to 999. `guidance` is read by
+  // models that embed it; others are guided by their caller.
+  at::Tensor TimeEmbedding(const WeightView& w, float timestep, double guidance,
+                           const UNetConditioning& conditioning) const;
 
   // Given each part's canonical name and result, in order of use.
   using Observer = std::function<void(const std::string& name, const at::Tensor& result)>;
@@ -59,8 +61,10 @@ class UNet2DCondition {
   at::Tensor operator()(const WeightView& w, const at::Tensor& x, const at::Tensor& time_embedding,
                         const at::Tensor& context, const Observer& observer = nullptr) const;
 
-  // Upper estimate of activation bytes of one call on latents of that size, in fp32, and with its conditioning.
-  int64_t WorkingBytes(int64_t batch, int64_t tokens, int64_t height, int64_t width, const WeightUse& use) const;
+  // Upper estimate of activation bytes of one call on latents of that size, in fp32, and with its
+  // conditioning.
+  int64_t WorkingBytes(int64_t batch, int64_t tokens, int64_t height, int64_t width,
+                       const WeightUse& use) const;
 
  private:
   // A resnet, and the transformer that follows it in levels with attention.
@@ -77,20 +81,24 @@ class UNet2DCondition {
   };
   struct Call;  // one forward pass
   class Estimate;
-  Stage DescribeStage(ComponentLayout& layout, const std::string& level, int64_t index, int64_t in,
-                      const UNetConfig::Level& of, bool attention) const;
+  // With so many transformer blocks behind the resnet; 0: with no attention.
+  Stage DescribeStage(ComponentLayout& layout, const std::string& level, size_t index, int64_t in,
+                      const UNetConfig::Level& of, int64_t transformer_layers) const;
+  void DescribeMiddle(ComponentLayout& layout);
+  static at::Tensor GuidanceEmbedding(double guidance, int64_t dim);
   void DescribeDown(ComponentLayout& layout);
   void DescribeUp(ComponentLayout& layout);
 
   UNetConfig config_;
   std::shared_ptr<const ComponentLayout> layout_;
   EmbedderMlp time_embedding_;
+  Linear guidance_embedding_;  // of models that embed it
   std::optional<EmbedderMlp> add_embedding_;
   Conv2d conv_in_, conv_out_;
   GroupNorm norm_out_;
   std::vector<Level> down_, up_;
-  Stage middle_;
-  UNetResnet middle_end_;
+  std::optional<Stage> middle_;
+  std::optional<UNetResnet> middle_end_;
 };
 
 }  // namespace latentd

@@ -71,9 +71,8 @@ void UNetTransformerBlock::operator()(const WeightView& w, at::Tensor& x, const 
   x.add_(ff_out(w, GatedGelu(ff_in(w, norm3(w, x)))));
 }
 
-UNetTransformer UNetTransformer::Describe(ComponentLayout& layout, const std::string& name,
-                                          const UNetConfig::Level& level, const UNetConfig& config) {
-  const int64_t dim = level.channels;
+UNetTransformer UNetTransformer::Describe(ComponentLayout& layout, const std::string& name, int64_t dim,
+                                          int64_t heads, int64_t blocks, const UNetConfig& config) {
   auto projection = [&](const std::string& end) -> std::variant<Linear, Conv2d> {
     if (config.linear_projection) return Linear::Describe(layout, name + end, dim, dim);
     return Conv2d::Describe(layout, name + end, dim, dim, 1);
@@ -81,11 +80,11 @@ UNetTransformer UNetTransformer::Describe(ComponentLayout& layout, const std::st
   UNetTransformer transformer;
   transformer.norm = GroupNorm::Describe(layout, name + ".norm", dim, config.groups, kTransformerNormEps);
   transformer.in = projection(".proj_in");
-  for (int64_t i = 0; i < level.transformer_layers; ++i) {
+  for (int64_t i = 0; i < blocks; ++i) {
     const std::string block = absl::StrCat(name, ".transformer_blocks.", i);
     layout.BeginBlock(block);
     transformer.blocks.push_back(
-        UNetTransformerBlock::Describe(layout, block, dim, config.context_dim, level.heads));
+        UNetTransformerBlock::Describe(layout, block, dim, config.context_dim, heads));
   }
   transformer.out = projection(".proj_out");
   return transformer;

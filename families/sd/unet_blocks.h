@@ -61,8 +61,8 @@ struct UNetTransformer {
   std::variant<Linear, Conv2d> in, out;
   std::vector<UNetTransformerBlock> blocks;
   // Continues the layout's block with the way in, and begins one for each transformer block.
-  static UNetTransformer Describe(ComponentLayout& layout, const std::string& name,
-                                  const UNetConfig::Level& level, const UNetConfig& config);
+  static UNetTransformer Describe(ComponentLayout& layout, const std::string& name, int64_t dim,
+                                  int64_t heads, int64_t blocks, const UNetConfig& config);
   at::Tensor operator()(const WeightView& w, const at::Tensor& x, const at::Tensor& context) const;
 };
 

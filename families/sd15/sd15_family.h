@@ -10,7 +10,8 @@
 namespace latentd {
 
 // Immutable; any thread. Reads diffusers folders (text to image, image to image, inpainting) and checkpoints
-// in one file with a base folder. Stable Diffusion 2 and UNets for other tasks are recognised and refused.
+// in one file with a base folder. Of Stable Diffusion 1 and 2, and latent consistency
+// models of them. UNets for other tasks are recognised and refused.
 class Sd15Family : public Family {
  public:
   absl::string_view name() const override { return "sd15"; }

@@ -1,4 +1,4 @@
-// SD 1.5: the last hidden state of CLIP-L, and nothing else beside the picture.
+// SD 1.5 and 2: the last hidden state of CLIP-L or OpenCLIP-H, and nothing else beside the picture.
 //
 // Immutable; any thread.
 #ifndef LATENTD_FAMILIES_SD15_SD15_PIPELINE_H_
@@ -11,7 +11,9 @@ namespace latentd {
 class Sd15Pipeline : public SdPipeline {
  public:
   using SdPipeline::SdPipeline;
-  absl::string_view family() const override { return "sd15"; }
+  absl::string_view family() const override {
+    return parts_.unet->config().context_dim == kSd2ContextDim ? "sd2" : "sd15";
+  }
 
  protected:
   absl::Span<const absl::string_view> KnownFields() const override;

@@ -46,6 +46,7 @@ absl::StatusOr<std::unique_ptr<Pipeline>> SdxlFamily::Open(const ModelFiles& fil
   defaults.steps = 30;
   defaults.guidance = 5;
   defaults.strength = parts.variant == "inpaint" ? 0.9999 : 0.75;
+  SetDistilledDefaults(parts, /*embedded_guidance=*/8);
   if (numbers == 5) {
     parts.variant = "refiner";
     defaults.strength = 0.3;

@@ -55,8 +55,8 @@ absl::Status Corrupt(absl::string_view what) {
 struct Field {
   uint32_t number = 0;
   uint32_t type = 0;
-  uint64_t value = 0;      // of a number, as it is stored
-  absl::string_view text;  // of a text, bytes or a message
+  uint64_t value = 0;           // of a number, as it is stored
+  absl::string_view text = {};  // of a text, bytes or a message
 };
 
 constexpr uint32_t kVarint = 0, kFixed64 = 1, kText = 2, kFixed32 = 5;

@@ -91,7 +91,7 @@ absl::StatusOr<std::unique_ptr<const T5Tokenizer>> T5Tokenizer::Load(const std::
   return std::unique_ptr<const T5Tokenizer>(new T5Tokenizer(std::move(impl)));
 }
 
-std::vector<int64_t> T5Tokenizer::Encode(absl::string_view text, int64_t length) const {
+std::vector<int64_t> T5Tokenizer::Tokenize(absl::string_view text) const {
   std::vector<int64_t> ids;
   const std::string valid = ValidUtf8(text);
   const auto clean = [&](absl::string_view piece) {
@@ -103,6 +103,15 @@ std::vector<int64_t> T5Tokenizer::Encode(absl::string_view text, int64_t length)
       [&](absl::string_view piece) {
         for (int id : impl_->model->Encode(std::string(piece))) ids.push_back(id);
       });
+  return ids;
+}
+
+int64_t T5Tokenizer::Count(absl::string_view text) const {
+  return static_cast<int64_t>(Tokenize(text).size());
+}
+
+std::vector<int64_t> T5Tokenizer::Encode(absl::string_view text, int64_t length) const {
+  std::vector<int64_t> ids = Tokenize(text);
   const auto limit = static_cast<size_t>(length);
   if (ids.size() > limit - 1) ids.resize(limit - 1);
   ids.push_back(impl_->eos);

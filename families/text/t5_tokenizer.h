@@ -27,8 +27,12 @@ class T5Tokenizer {
 
   // Ids of `text` and the end token, cut to and padded to `length`. REQUIRES: length >= 1.
   std::vector<int64_t> Encode(absl::string_view text, int64_t length) const;
+  // Ids that the text alone has, however many.
+  int64_t Count(absl::string_view text) const;
 
  private:
+  std::vector<int64_t> Tokenize(absl::string_view text) const;
+
   struct Impl;
   explicit T5Tokenizer(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;

@@ -19,23 +19,9 @@ absl::Status InvalidTensor(absl::string_view name, absl::string_view what) {
   return InvalidEmbedding(absl::StrCat("tensor ", CutUtf8(name, kMaxNameBytes), " ", what));
 }
 
-bool IsFloat(DType type) {
-  switch (type) {
-    case DType::kF64:
-    case DType::kF32:
-    case DType::kF16:
-    case DType::kBF16:
-    case DType::kF8E4M3:
-    case DType::kF8E5M2:
-      return true;
-    default:
-      return false;
-  }
-}
-
 // Adds the vectors of a tensor to `tokens`, and sets the columns.
 absl::Status Measure(const std::string& name, const TensorInfo& info, int64_t& tokens, int64_t& columns) {
-  if (!IsFloat(info.dtype)) {
+  if (!IsFloatingPoint(info.dtype)) {
     return InvalidTensor(name, absl::StrCat("holds ", DTypeName(info.dtype), ", not floating point"));
   }
   const bool one = info.shape.size() == 1;

@@ -1,6 +1,10 @@
 // What needs no oracle: broken files, and clean-up of text. Ids are compared in tests/goldens.
+#include <utf8proc.h>
+
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -97,6 +101,45 @@ TEST(UnicodeTest, CleansUpAsTokenizersAsk) {
   EXPECT_EQ(Nfc("e\u0301"), "\u00e9");
   EXPECT_EQ(LowerCase("\u00c5\u0130\u03a3X"), "\u00e5i\u0307\u03c3x");
   EXPECT_EQ(CollapseWhitespace(" a\t\n\u3000b\u00a0"), " a b ");
+}
+
+// Whatever order marks are in: the whole of utf8proc says what the form is.
+TEST(UnicodeTest, TheComposedFormIsThatOfTheLibrary) {
+  std::vector<utf8proc_int32_t> codes = {'a',    'e',    'o',    'q',    0x1100, 0x1161,
+                                         0x11A8, 0xAC00, 0x0915, 0x093C, 0x1E69, 0x2126};
+  for (utf8proc_int32_t code = 0x300; code < 0x370; ++code) codes.push_back(code);
+  for (utf8proc_int32_t code = 0x340; code < 0xFB50; code += 7) {
+    if (code < 0xD800 || code > 0xDFFF) codes.push_back(code);
+  }
+  std::mt19937 random(1);
+  for (int i = 0; i < 20'000; ++i) {
+    std::string text;
+    for (size_t n = random() % 12; n > 0; --n) {
+      utf8proc_uint8_t bytes[4];
+      // Marks as often as all else.
+      const utf8proc_int32_t code = codes[random() % 2 == 0 ? random() % 124 : random() % codes.size()];
+      text.append(reinterpret_cast<const char*>(bytes),
+                  static_cast<size_t>(utf8proc_encode_char(code, bytes)));
+    }
+    utf8proc_uint8_t* mapped = nullptr;
+    const auto size = utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
+                                   static_cast<utf8proc_ssize_t>(text.size()), &mapped,
+                                   static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE));
+    ASSERT_GE(size, 0);
+    EXPECT_EQ(Nfc(text), absl::string_view(reinterpret_cast<const char*>(mapped), static_cast<size_t>(size)));
+    std::free(mapped);
+  }
+}
+
+// Where marks are sorted by moving each one place at a time, this takes hours.
+TEST(UnicodeTest, ManyMarksTakeNoLongerThanOtherText) {
+  std::string text = "a", below, above;
+  for (int i = 0; i < 1'000'000; ++i) {
+    absl::StrAppend(&text, "\u0335\u0317", i % 2 == 0 ? "\u0334" : "");
+    below += i % 2 == 0 ? "\u0335\u0334" : "\u0335";
+    above += "\u0317";
+  }
+  EXPECT_EQ(Nfc(text), absl::StrCat("a", below, above));
 }
 
 std::vector<std::string> Split(absl::string_view text, const std::vector<AddedToken>& tokens) {

@@ -18,7 +18,9 @@ constexpr double kNormEps = 1e-6;
 constexpr double kMinLogVariance = -30, kMaxLogVariance = 20;
 
 // In host memory, convolutions are faster with channels last, and all that follows a map keeps its order.
-at::Tensor InOrder(const at::Tensor& x) { return x.is_cpu() ? x.contiguous(at::MemoryFormat::ChannelsLast) : x; }
+at::Tensor InOrder(const at::Tensor& x) {
+  return x.is_cpu() ? x.contiguous(at::MemoryFormat::ChannelsLast) : x;
+}
 
 }  // namespace
 
@@ -45,7 +47,18 @@ absl::StatusOr<AutoencoderKlConfig> AutoencoderKlConfig::Load(const std::string&
   const std::string name = json.String("_class_name", "AutoencoderKL");
   if (name != "AutoencoderKL") refuse("the autoencoder " + name);
   if (json.String("act_fn", "silu") != "silu") refuse("an activation other than silu");
-  if (json.Has("latents_mean") || json.Has("latents_std")) refuse("a mean per latent channel");
+  // One without the other counts for nothing in diffusers.
+  if (json.Has("latents_mean") && json.Has("latents_std")) {
+    for (const double value : json.Doubles("latents_mean"))
+      config.latents_mean.push_back(static_cast<float>(value));
+    for (const double value : json.Doubles("latents_std"))
+      config.latents_std.push_back(static_cast<float>(value));
+    const auto wanted = static_cast<size_t>(config.latent_channels);
+    if (config.latents_mean.size() != wanted || config.latents_std.size() != wanted) {
+      refuse(absl::StrCat(config.latents_mean.size(), " means and ", config.latents_std.size(),
+                          " standard deviations of latents for ", wanted, " channels"));
+    }
+  }
   if (config.channels.empty() || config.channels.size() > 8) refuse("this number of levels");
   for (int64_t channels : config.channels) {
     if (channels % config.groups != 0)
@@ -163,7 +176,8 @@ at::Tensor AutoencoderKl::Resnet::operator()(const WeightView& w, const at::Tens
 }
 
 at::Tensor AutoencoderKl::SelfAttention::operator()(const WeightView& w, const at::Tensor& x) const {
-  const at::Tensor tokens = norm(w, x).permute({0, 2, 3, 1}).flatten(1, 2);  // [batch, h·w, channels], one head
+  const at::Tensor tokens =
+      norm(w, x).permute({0, 2, 3, 1}).flatten(1, 2);  // [batch, h·w, channels], one head
   const at::Tensor attended =
       Attention(q(w, tokens).unsqueeze(2), k(w, tokens).unsqueeze(2), v(w, tokens).unsqueeze(2));
   return out(w, attended).unflatten(1, {x.size(2), x.size(3)}).permute({0, 3, 1, 2}).add_(x);
@@ -187,7 +201,8 @@ at::Tensor AutoencoderKl::EncodeMoments(const WeightView& w, const at::Tensor& p
   return (quant_conv_ ? (*quant_conv_)(w, h) : h).contiguous();
 }
 
-AutoencoderKl::Posterior AutoencoderKl::Encode(const WeightView& w, const at::Tensor& picture, int64_t tile) const {
+AutoencoderKl::Posterior AutoencoderKl::Encode(const WeightView& w, const at::Tensor& picture,
+                                               int64_t tile) const {
   const at::Tensor h = tile == 0 ? EncodeMoments(w, picture)
                                  : InTiles(picture, tile, tile / config_.scale(),
                                            [&](const at::Tensor& part) { return EncodeMoments(w, part); });
@@ -217,12 +232,23 @@ at::Tensor AutoencoderKl::DecodeWhole(const WeightView& w, const at::Tensor& lat
   return decoder_.out(w, decoder_.norm_out.WithSilu(w, h)).contiguous();
 }
 
+at::Tensor AutoencoderKl::OfChannels(const std::vector<float>& values, const at::Tensor& like) {
+  return at::tensor(values).view({1, -1, 1, 1}).to(like.device(), like.scalar_type());
+}
+
 at::Tensor AutoencoderKl::ToModel(const at::Tensor& latents) const {
-  return (latents - config_.shift_factor).mul_(config_.scaling_factor);
+  if (config_.latents_std.empty()) return (latents - config_.shift_factor).mul_(config_.scaling_factor);
+  return (latents - OfChannels(config_.latents_mean, latents) - config_.shift_factor)
+      .mul_(config_.scaling_factor)
+      .div_(OfChannels(config_.latents_std, latents));
 }
 
 at::Tensor AutoencoderKl::FromModel(const at::Tensor& latents) const {
-  return (latents / config_.scaling_factor).add_(config_.shift_factor);
+  if (config_.latents_std.empty()) return (latents / config_.scaling_factor).add_(config_.shift_factor);
+  return (latents * OfChannels(config_.latents_std, latents))
+      .div_(config_.scaling_factor)
+      .add_(OfChannels(config_.latents_mean, latents))
+      .add_(config_.shift_factor);
 }
 
 // -------------------------------------------------------------------------------------------------- memory
@@ -320,8 +346,8 @@ namespace {
 
 constexpr int64_t kSlackBytes = 1 << 20;
 
-// What InTiles holds beside the tile that is being made: two rows of tiles, and all that is finished; in the end that
-// once more.
+// What InTiles holds beside the tile that is being made: two rows of tiles, and all that is finished; in the
+// end that once more.
 int64_t TilesFloats(int64_t width, int64_t height, int64_t tile, int64_t channels) {
   const auto stride = static_cast<int64_t>(static_cast<double>(tile) * (1 - kTileOverlap));
   const int64_t row = ((width + stride - 1) / stride + 1) * tile * std::min(tile, height);

@@ -3,7 +3,7 @@
 // diffusers' AutoencoderKL.
 //
 // Pictures are [batch, 3, height, width] in [-1, 1], latents [batch, latent_channels, height/s, width/s] as
-// the encoder gives them; scaling_factor and shift_factor are applied by ToModel and FromModel alone.
+// the encoder gives them; scaling_factor and the like are applied by ToModel and FromModel alone.
 //
 // Immutable after the constructor; any thread, each with a view of its own.
 #ifndef LATENTD_FAMILIES_VAE_AUTOENCODER_KL_H_
@@ -32,6 +32,9 @@ struct AutoencoderKlConfig {
   int64_t layers_per_block = 1, groups = 32;
   bool mid_attention = true, quant_conv = true, post_quant_conv = true;
   double scaling_factor = 0.18215, shift_factor = 0;
+  // Of each latent channel; empty, or both of latent_channels entries. Pipelines that do not read them clear
+  // them.
+  std::vector<float> latents_mean, latents_std;
 
   // Pixels per latent place and direction.
   int64_t scale() const { return int64_t{1} << (channels.size() - 1); }
@@ -55,12 +58,12 @@ class AutoencoderKl {
   Posterior Encode(const WeightView& w, const at::Tensor& picture, int64_t tile = 0) const;
   at::Tensor Decode(const WeightView& w, const at::Tensor& latents, int64_t tile = 0) const;
 
-  // (z − shift)·scale, and back.
+  // (z − shift − mean)·scale / std, and back.
   at::Tensor ToModel(const at::Tensor& latents) const;
   at::Tensor FromModel(const at::Tensor& latents) const;
 
-  // Upper estimates of activation bytes for one picture of that size, in fp32, from its pixels or latents in host
-  // memory to what becomes of them there.
+  // Upper estimates of activation bytes for one picture of that size, in fp32, from its pixels or latents in
+  // host memory to what becomes of them there.
   int64_t EncodeBytes(int64_t width, int64_t height, int64_t tile, const WeightUse& use) const;
   int64_t DecodeBytes(int64_t width, int64_t height, int64_t tile, const WeightUse& use) const;
 
@@ -90,6 +93,7 @@ class AutoencoderKl {
   Middle DescribeMiddle(ComponentLayout& layout, const std::string& name) const;
   void DescribeEncoder(ComponentLayout& layout);
   void DescribeDecoder(ComponentLayout& layout);
+  static at::Tensor OfChannels(const std::vector<float>& values, const at::Tensor& like);  // [1, n, 1, 1]
   at::Tensor EncodeMoments(const WeightView& w, const at::Tensor& picture) const;
   at::Tensor DecodeWhole(const WeightView& w, const at::Tensor& latents) const;
   class Estimate;

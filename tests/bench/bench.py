@@ -27,6 +27,7 @@ import diffusers  # noqa: E402
 import torch  # noqa: E402
 
 import models  # noqa: E402
+from attack_bench import attacks  # noqa: E402
 from latentd_side import Bench, NoopDaemon, peak_memory  # noqa: E402
 from models import Shape  # noqa: E402
 from reference import Diffusers  # noqa: E402
@@ -44,7 +45,7 @@ MIDDLE = Shape(heads=6, double=1, single=5)    # 69 M parameters
 BIG = Shape(heads=10, double=1, single=3)      # 142 M
 GIGABYTE = Shape(heads=10, double=3, single=13)    # half a milliard parameters, as bf16
 MIDDLE_SIDE, MIDDLE_TOKENS, MIDDLE_STEPS = 256, 64, 4    # 256 picture tokens, 64 text tokens
-PARTS = ["locks", "overhead", "demo", "middle", "loras", "files", "sd", "sdxl"]
+PARTS = ["locks", "overhead", "attacks", "demo", "middle", "loras", "files", "sd", "sdxl"]
 TOLERANCE = 1e-3                               # of whole runs, as in the golden tests
 
 
@@ -349,6 +350,8 @@ def main() -> int:
         if "overhead" in wanted:
             progress("== overhead")
             benchmarks.overhead()
+        if "attacks" in wanted:
+            attacks(ROOT, args.build.resolve(), benchmarks.table)
         if "demo" in wanted:
             progress("== demo model")
             inputs = work / "demo-inputs.safetensors"

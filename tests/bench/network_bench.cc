@@ -89,7 +89,7 @@ class UNetBench : public Network {
     timestep_ = Input("timestep").item<float>();
   }
   at::Tensor Forward() override {
-    const at::Tensor time = unet_.TimeEmbedding(view(), timestep_, conditioning_);
+    const at::Tensor time = unet_.TimeEmbedding(view(), timestep_, 1, conditioning_);
     return unet_(view(), Input("latents"), time, conditioning_.context);
   }
 

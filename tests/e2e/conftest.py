@@ -263,6 +263,13 @@ class Session:
         assert last.WhichOneof("response") == "closed"
 
 
+def eventually(condition, within=20.0, why=lambda: "") -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.02)
+
+
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory):
     """One daemon for all tests of a file."""

@@ -16,8 +16,8 @@ import time
 import grpc
 import pytest
 
-from conftest import BIN, LORAS, MODEL, cache_pb2, cache_pb2_grpc, common_pb2, denoise_pb2, denoise_pb2_grpc, loras
-from conftest import model_pb2, model_pb2_grpc, reason_of, reason_of_status, server_pb2, server_pb2_grpc
+from conftest import BIN, LORAS, MODEL, cache_pb2, cache_pb2_grpc, common_pb2, denoise_pb2, denoise_pb2_grpc
+from conftest import eventually, loras, model_pb2, model_pb2_grpc, reason_of, reason_of_status, server_pb2, server_pb2_grpc
 from raw_http2 import (ACK, CONTINUATION, DATA, END_HEADERS, HEADERS, PING, RESET, SETTINGS, Connection, frame, message,
                        request_headers)
 
@@ -104,12 +104,11 @@ class Watch:
 
     def expect_recovery(self):
         """Everything is as before: descriptors, sessions, and most of the memory."""
-        deadline = time.monotonic() + 30
-        while rss(self.daemon) - self.idle > 96 * MIB:
-            assert time.monotonic() < deadline, rss(self.daemon) - self.idle
-            time.sleep(0.1)
+        began = time.monotonic()
+        eventually(lambda: rss(self.daemon) - self.idle <= 96 * MIB, 30, lambda: rss(self.daemon) - self.idle)
         self.daemon.expect_all_released(within=30)
         self.daemon.generate()
+        print(f"{self.name}: back after {time.monotonic() - began:.1f} s")
 
 
 def until(seconds):
@@ -361,6 +360,29 @@ def test_answers_that_are_not_read(daemon):
     for c in connections:
         c.close()
     watch.expect_recovery()
+
+
+def test_a_client_that_does_not_read_its_pictures_is_ended(start):
+    """It takes the first 100 bytes of each answer, and keeps the connection."""
+    daemon = start_on_tcp(start, "--reader-timeout", "1s", "--max-unread-bytes", "64KiB")
+
+    def generate(c, count):
+        request = denoise_pb2.GenerateRequest(model=MODEL, params=denoise_pb2.GenerateParams(
+            prompt="a red circle", seed=7, steps=2, width=256, height=256, count=count)).SerializeToString()
+        c.send(frame(DATA, 1, c.open(GENERATE), message(len(request)) + request))
+
+    def promised():
+        return daemon.stats().ram_budget.reserved_bytes
+
+    c = Connection(daemon.tcp, settings=struct.pack(">HI", 4, 100))
+    generate(c, 1)      # the job is done, and its picture waits
+    eventually(lambda: daemon.log.read_text().count("job done") == 2 and promised() > 0, 60, daemon.log.read_text)
+    eventually(lambda: promised() == 0, 60, daemon.log.read_text)
+    generate(c, 16)     # the job waits for its reader
+    eventually(lambda: "reason=CLIENT_STALLED" in daemon.log.read_text(), 60, daemon.log.read_text)
+    daemon.expect_all_released()
+    assert not c.closed(0.1), "others may use the connection"
+    c.close()
 
 
 # ------------------------------------------------------------------------------------------------ connections

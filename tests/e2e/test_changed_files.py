@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from conftest import DEMO, ROOT, Daemon, Session, cache_pb2, denoise_pb2, loras, reason_of, reason_of_status
+from conftest import DEMO, ROOT, Daemon, Session, cache_pb2, denoise_pb2, eventually, loras, reason_of, reason_of_status
 
 GOLDENS = Path(os.environ.get("LATENTD_GOLDENS", ROOT / "build/goldens"))
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
@@ -369,13 +369,6 @@ def mapped(daemon) -> set[str]:
     return {name for name in names if ".safetensors" in name}
 
 
-def wait_until(what) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_what_was_removed_is_let_go_of(world):
     model, lora = world.model(), world.lora()
     world.draw(model, [lora])
@@ -384,7 +377,7 @@ def test_what_was_removed_is_let_go_of(world):
     assert here()
     shutil.rmtree(world.models / model)
     (world.loras / f"{lora}.safetensors").unlink()
-    wait_until(lambda: not here())
+    eventually(lambda: not here(), 60)
     assert not [r for r in world.daemon.stats().records if model in r.key or lora in r.key or any(
         n.startswith(model + "@") for n in r.names)]
 
@@ -394,7 +387,7 @@ def test_a_dropped_model_is_let_go_of(world):
     world.draw(model)
     shutil.rmtree(world.models / model)
     world.daemon.cache.DropModel(cache_pb2.DropModelRequest(name=model))
-    wait_until(lambda: not [name for name in mapped(world.daemon) if f"/{model}/" in name])
+    eventually(lambda: not [name for name in mapped(world.daemon) if f"/{model}/" in name], 60)
 
 
 def test_a_session_keeps_what_was_removed_and_then_it_is_let_go_of(world):
@@ -406,7 +399,7 @@ def test_a_session_keeps_what_was_removed_and_then_it_is_let_go_of(world):
     world.daemon.cache.TrimCache(cache_pb2.TrimCacheRequest())
     assert session.draw() == before
     session.close()
-    wait_until(lambda: not [name for name in mapped(world.daemon) if f"/{model}/" in name])
+    eventually(lambda: not [name for name in mapped(world.daemon) if f"/{model}/" in name], 60)
 
 
 def test_more_loras_than_descriptors(start, tmp_path):

@@ -5,6 +5,7 @@ The models are the tiny random ones of the golden tests, where the numbers are c
 
 import io
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -247,6 +248,9 @@ WRONG = [
     ("tiny-sdxl", dict(prompt="a AND b", prompt_2="c", prompt_syntax=denoise_pb2.PROMPT_SYNTAX_A1111), "params.prompt_2"),
     ("tiny-sd15", dict(prompt='("a", "b").blend(1)', prompt_syntax=denoise_pb2.PROMPT_SYNTAX_COMPEL), "params.prompt"),
     ("tiny-sd15", dict(init_image=denoise_pb2.InitImage(data=png(3), strength=0.0)), "params.init_image.strength"),
+    ("tiny-sd15", dict(init_image=denoise_pb2.InitImage(data=png(3), strength=0.01)), "params.init_image.strength"),
+    ("tiny-sd15", dict(decode_tile=7), "params.decode_tile"),
+    ("tiny-sd15", dict(encode_tile=-1), "params.encode_tile"),
     ("tiny-sd15", dict(denoise_tiles=denoise_pb2.DenoiseTiles(width=20)), "params.denoise_tiles"),
     ("tiny-sd15", dict(denoise_tiles=denoise_pb2.DenoiseTiles(overlap=600)), "params.denoise_tiles"),
     ("tiny-sd15", dict(control_image=denoise_pb2.ControlImage(data=png(3))), "params.control_image"),
@@ -257,6 +261,7 @@ WRONG = [
 def test_wrong_requests_name_the_field(daemon, model, params, field):
     error = fails(daemon, model, **params)
     assert (error.code, error.reason, error.fields) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", [field]), error
+    assert re.findall(r"params[.\w]*:", error.message) == [f"{field}:"], error    # once, under one name
 
 
 def test_loras_of_another_family_are_refused(daemon):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from conftest import BIN, DEMO, model_pb2, reason_of
+from conftest import BIN, DEMO, eventually, model_pb2, reason_of
 
 DUSK = (DEMO / "loras/dusk.safetensors").read_bytes()
 CHECKER = (DEMO / "loras/checker.safetensors").read_bytes()
@@ -62,13 +62,6 @@ def stored(daemon):
     """Files in the upload folder, but for its lock."""
     root = daemon.folder / "uploads"
     return {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and p.name != ".lock"}
-
-
-def eventually(condition, within=20.0):
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Slow:
@@ -253,6 +246,29 @@ def test_only_uploads_can_be_deleted(daemon):
     delete(daemon, "uploads/x")
     assert "uploads/x" not in listed(daemon) and not stored(daemon)
     assert daemon.fails(lora=("uploads/x",)).reason == "LORA_NOT_FOUND"
+
+
+def test_an_upload_that_is_being_placed_is_an_upload_to_who_deletes_it(daemon):
+    done = threading.Event()
+
+    def place():
+        try:
+            for _ in range(300):
+                upload(daemon, "placed")
+        finally:
+            done.set()
+
+    placing = threading.Thread(target=place)
+    placing.start()
+    reasons = set()
+    while not done.is_set():
+        try:
+            delete(daemon, "uploads/placed")
+            reasons.add("OK")
+        except grpc.RpcError as error:
+            reasons.add(reason_of(error).reason)
+    placing.join()
+    assert reasons == {"OK", "LORA_NOT_FOUND"}
 
 
 def test_a_session_keeps_what_it_holds_when_it_is_replaced_or_deleted(daemon):

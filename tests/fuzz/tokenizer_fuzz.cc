@@ -23,8 +23,8 @@ const std::string& Folder() {
     const std::filesystem::path path =
         std::filesystem::temp_directory_path() / absl::StrCat("tokenizer_fuzz_", getpid());
     std::filesystem::create_directories(path);
-    std::filesystem::copy_file("deploy/demo/models/shapes-flux/tokenizer_2/spiece.model",
-                               path / "spiece.model", std::filesystem::copy_options::overwrite_existing);
+    std::filesystem::copy_file("tests/fuzz/corpus/spiece/rules.model", path / "spiece.model",
+                               std::filesystem::copy_options::overwrite_existing);
     std::atexit([] { std::filesystem::remove_all(Folder()); });
     return path.string();
   }());

@@ -67,6 +67,7 @@ def main() -> None:
     import sd_loras
     import sd_models
     import sd_runs
+    import sd_variants
     import sd_schedules
     import sd_tiles
     import tokenizer_layouts
@@ -76,6 +77,7 @@ def main() -> None:
     args.out.mkdir(parents=True)
     models.build_all(args.out)
     sd_models.build_all(args.out)
+    sd_variants.build_all(args.out)
     cases.write_all(args.out, demo)
     loras.write_all(args.out, demo)
     control.write_all(args.out)
@@ -83,6 +85,7 @@ def main() -> None:
     prompts.write_all(args.out)
     sd_cases.write_all(args.out)
     sd_runs.write_all(args.out)
+    sd_variants.write_all(args.out)
     sd_schedules.write_all(args.out)
     sd_loras.write_all(args.out)
     adapters.write_all(args.out)

@@ -22,7 +22,7 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from diffusers.utils import DummyObject
 
-from cases import save
+from cases import save, text
 from samplers import BASE, NOISY, SAMPLERS, SHAPE, BrownianNoise, DPMSolverSDEScheduler, Exact, Wrong, network
 
 # The classes that SD models are saved with. All others are saved once, and expected to be refused.
@@ -225,4 +225,4 @@ def write_all(out: Path) -> None:
             make = lambda cls=cls, sampler=sampler: cls.from_config(source.config, **NAMES.get(sampler, {}))
             for family, steps, strength in (("sd15", 7, None), ("sdxl", 9, 0.6)):
                 cases.add(cls, folder, family, "from " + name, sampler, make, steps, strength)
-    save(out, "sd-schedulers", cases.tensors, cases=";".join(cases.rows))
+    save(out, "sd-schedulers", cases.tensors | {"cases": text(";".join(cases.rows))})

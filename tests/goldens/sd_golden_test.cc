@@ -133,20 +133,20 @@ TEST_P(SdRunGolden, LatentsOfEveryStepAndPixelsAgree) {
   const Golden golden(GetParam());
   CheckRun(GetParam(), golden, *OpenModel(Folder(golden.Setting("model"))));
 }
-INSTANTIATE_TEST_SUITE_P(All, SdRunGolden,
-                         testing::Values("sd15-text", "sd15-odd", "sd15-ancestral", "sd15-rescaled",
-                                         "sd15-image", "sd15-image-unipc", "sd15-blend", "sd15-blend-all",
-                                         "sd15-concat", "sd15-concat-some", "sd15-compel", "sdxl-compel",
-                                         "sdxl-text", "sdxl-odd", "sdxl-one-pass", "sdxl-image", "sdxl-blend",
-                                         "sdxl-concat", "refiner-image", "hand-over-euler-base",
-                                         "hand-over-euler-refiner", "hand-over-dpmpp_2m-base",
-                                         "hand-over-dpmpp_2m-refiner", "tiles-multistep", "tiles-ancestral",
-                                         "sd15-embedding", "sd15-embedding-cut", "sd15-embedding-compel",
-                                         "sd15-embedding-long", "sdxl-embedding", "sdxl-embedding-compel",
-                                         "sd15-schedule", "sd15-schedule-image", "sd15-joined",
-                                         "sdxl-schedule-joined", "sd15-blend-heun", "sd15-blend-pndm",
-                                         "sd15-image-lms", "sd15-image-pndm", "sdxl-blend-kdpm_2_a"),
-                         [](const auto& info) { return "Case" + std::to_string(info.index); });
+INSTANTIATE_TEST_SUITE_P(
+    All, SdRunGolden,
+    testing::Values("sd15-text", "sd15-odd", "sd15-ancestral", "sd15-rescaled", "sd15-image",
+                    "sd15-image-unipc", "sd15-blend", "sd15-blend-all", "sd15-concat", "sd15-concat-some",
+                    "sd15-compel", "sdxl-compel", "sdxl-text", "sdxl-odd", "sdxl-one-pass", "sdxl-image",
+                    "sdxl-blend", "sdxl-concat", "refiner-image", "hand-over-euler-base",
+                    "hand-over-euler-refiner", "hand-over-dpmpp_2m-base", "hand-over-dpmpp_2m-refiner",
+                    "tiles-multistep", "tiles-ancestral", "sd15-embedding", "sd15-embedding-cut",
+                    "sd15-embedding-compel", "sd15-embedding-long", "sdxl-embedding", "sdxl-embedding-compel",
+                    "sd15-schedule", "sd15-schedule-image", "sd15-joined", "sdxl-schedule-joined",
+                    "sd15-blend-heun", "sd15-blend-pndm", "sd15-image-lms", "sd15-image-pndm",
+                    "sdxl-blend-kdpm_2_a", "sd2-text", "sd2-image", "lcm-text", "no-middle-text",
+                    "pruned-text", "pruned-image"),
+    [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 struct Single {
   const char *model, *base, *golden;
@@ -180,7 +180,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Single{"tiny-sd15-inpaint", "tiny-sd15", "sd15-concat"},
                     Single{"tiny-sdxl", "tiny-sdxl", "sdxl-text"},
                     Single{"tiny-sdxl-inpaint", "tiny-sdxl", "sdxl-concat"},
-                    Single{"tiny-refiner", "tiny-refiner", "refiner-image"}),
+                    Single{"tiny-refiner", "tiny-refiner", "refiner-image"},
+                    Single{"tiny-sd2", "tiny-sd2", "sd2-text"}),
     [](const auto& info) { return "Case" + std::to_string(info.index); });
 
 TEST(SdLoraGolden, EveryNamingIsThatOfPeftMergedAndBeside) {

@@ -112,11 +112,12 @@ def transformers_clip(model) -> dict[str, torch.Tensor]:
     return out
 
 
-def open_clip(model: CLIPTextModelWithProjection) -> dict[str, torch.Tensor]:
+def open_clip(model, projection: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """`projection`: of models without one of their own."""
     s = {name.removeprefix("text_model."): value for name, value in model.state_dict().items()}
     out = {"positional_embedding": s["embeddings.position_embedding.weight"],
            "token_embedding.weight": s["embeddings.token_embedding.weight"],
-           "text_projection": s["text_projection.weight"].t(), "logit_scale": torch.tensor(4.6)}
+           "text_projection": s["text_projection.weight"].t() if projection is None else projection, "logit_scale": torch.tensor(4.6)}
     for suffix in ("weight", "bias"):
         out[f"ln_final.{suffix}"] = s[f"final_layer_norm.{suffix}"]
         for i in range(model.config.num_hidden_layers):

@@ -32,7 +32,7 @@ TEST_P(UNetGolden, EveryPartAndTheOutputAgree) {
     at::Tensor pooled, time_ids;
     if (config->added_dim > 0) pooled = value("pooled"), time_ids = value("time_ids");
     const UNetConditioning conditioning = unet.PrepareConditioning(view, value("context"), pooled, time_ids);
-    const at::Tensor time = unet.TimeEmbedding(view, value("timestep").item<float>(), conditioning);
+    const at::Tensor time = unet.TimeEmbedding(view, value("timestep").item<float>(), 1, conditioning);
     std::set<std::string> seen;
     double worst = 0;
     const at::Tensor output = unet(view, value("x"), time, conditioning.context,
@@ -46,7 +46,8 @@ TEST_P(UNetGolden, EveryPartAndTheOutputAgree) {
     EXPECT_LE(Report(absl::StrCat(name, " ", i, " output"), RelativeError(output, value("output"))),
               kBlockTolerance);
     EXPECT_GT(seen.size(), 20u);
-    EXPECT_GE(unet.WorkingBytes(2, 154, output.size(2), output.size(3), {}), output.numel() * int64_t{sizeof(float)});
+    EXPECT_GE(unet.WorkingBytes(2, 154, output.size(2), output.size(3), {}),
+              output.numel() * int64_t{sizeof(float)});
   }
 }
 INSTANTIATE_TEST_SUITE_P(All, UNetGolden,

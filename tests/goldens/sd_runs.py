@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import (AutoencoderKL, StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline,
+from diffusers import (AutoencoderKL, LatentConsistencyModelImg2ImgPipeline, LatentConsistencyModelPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline,
                        StableDiffusionPipeline, StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline,
                        StableDiffusionXLPipeline, UNet2DConditionModel)
 from compel import Compel, ReturnedEmbeddingsType
@@ -23,11 +23,12 @@ PIPELINES = {
     ("sd15", "text"): StableDiffusionPipeline, ("sd15", "image"): StableDiffusionImg2ImgPipeline,
     ("sd15", "mask"): StableDiffusionInpaintPipeline, ("sdxl", "text"): StableDiffusionXLPipeline,
     ("sdxl", "image"): StableDiffusionXLImg2ImgPipeline, ("sdxl", "mask"): StableDiffusionXLInpaintPipeline,
+    ("lcm", "text"): LatentConsistencyModelPipeline, ("lcm", "image"): LatentConsistencyModelImg2ImgPipeline,
 }
 
 
 def load(folder: Path, task: str, sampler: str, schedule: str):
-    family = "sd15" if "sd15" in folder.name else "sdxl"
+    family = "sd15" if "sd15" in folder.name or "sd2" in folder.name else "sdxl"
     cls, extra, _ = SAMPLERS[sampler]
     config = json.loads((folder / "scheduler/scheduler_config.json").read_text())
     if schedule:
@@ -52,6 +53,8 @@ def load(folder: Path, task: str, sampler: str, schedule: str):
         if task != "text":
             parts["requires_aesthetics_score"] = index.get("requires_aesthetics_score", False)
         parts["add_watermarker"] = False
+    if "lcm" in folder.name:
+        family = "lcm"
     pipe = PIPELINES[family, task](**parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -82,6 +85,15 @@ def embed(pipe, prompt: str, negative: str, inversions=None) -> dict[str, torch.
     return out | (dict(pooled_prompt_embeds=pooled[0], negative_pooled_prompt_embeds=pooled[1]) if two else {})
 
 
+def to_vae(pipe, latents: torch.Tensor) -> torch.Tensor:
+    """As SDXL's pipelines do it; those of SD 1 know no mean."""
+    config = pipe.vae.config
+    if not hasattr(pipe, "text_encoder_2") or config.latents_mean is None:
+        return latents / config.scaling_factor
+    mean, std = (torch.tensor(x).view(1, -1, 1, 1) for x in (config.latents_mean, config.latents_std))
+    return latents * std / config.scaling_factor + mean
+
+
 def run(out: Path, name: str, model: str, *, width: int, height: int, steps: int, seeds: list[int],
         prompt: str = "a photo of a red house, \u00e9t\u00e9", negative: str | None = None, guidance: float = 7.5,
         sampler: str = "euler", schedule: str = "", init: np.ndarray | None = None, mask: np.ndarray | None = None,
@@ -101,7 +113,7 @@ def run(out: Path, name: str, model: str, *, width: int, height: int, steps: int
             seen.append(values["latents"].clone())
             return {}
 
-        arguments = dict(prompt=prompt, negative_prompt=negative, num_inference_steps=steps, guidance_scale=guidance,
+        arguments = dict(prompt=prompt, **({} if "lcm" in model else {"negative_prompt": negative}), num_inference_steps=steps, guidance_scale=guidance,
                          generator=torch.Generator().manual_seed(seed), output_type="latent",
                          callback_on_step_end=after, **more)
         if syntax == "compel":
@@ -122,7 +134,7 @@ def run(out: Path, name: str, model: str, *, width: int, height: int, steps: int
         for k, x in enumerate(kept):
             tensors[f"latents.{i}.{k + 1}"] = x
         count = len(kept)
-        picture = pipe.vae.decode(result / pipe.vae.config.scaling_factor).sample
+        picture = pipe.vae.decode(to_vae(pipe, result)).sample
         tensors[f"pixels.{i}"] = ((picture / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)[0].permute(1, 2, 0)
         tensors[f"seed.{i}"] = torch.tensor([seed])
         if latents is not None:

@@ -3,11 +3,13 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <sstream>
 #include <limits>
 
 #include "ATen/ATen.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "cache/error.h"
 #include "gtest/gtest.h"
 #include "server/image_codec.h"
@@ -94,6 +96,11 @@ TEST(Finite, TheRootOfZeroIsZero) {
   const fs::path models = goldens == nullptr ? "build/goldens" : goldens;
   const ModelCopies copies({});
   fs::copy(models / "tiny-sd15", fs::path(copies.root()) / "zero-snr", fs::copy_options::recursive);
+  // The class is that of the index, which names another.
+  const fs::path index = fs::path(copies.root()) / "zero-snr/model_index.json";
+  std::stringstream text;
+  text << std::ifstream(index).rdbuf();
+  std::ofstream(index) << absl::StrReplaceAll(text.str(), {{"PNDMScheduler", "DDIMScheduler"}});
   std::ofstream(fs::path(copies.root()) / "zero-snr/scheduler/scheduler_config.json")
       << R"({"_class_name": "DDIMScheduler", "num_train_timesteps": 1000, "beta_start": 0.00085,)"
       << R"("beta_end": 0.012, "beta_schedule": "scaled_linear", "rescale_betas_zero_snr": true,)"

@@ -17,8 +17,12 @@ int64_t ImagesPromised(InProcessServer& server) {
 // A session whose client stopped reading before a job of some pictures, which waits for it.
 class ReaderTest : public testing::TestWithParam<v1::ImageFormat> {
  protected:
-  ReaderTest() : server_(InProcessServer::DefaultConfig()), session_(server_.Open()) {
-    server_.core().read_limits.max_unread_bytes = 1000;  // more than steps are, and less than any picture
+  static Config ConfigOfReader() {
+    Config config = InProcessServer::DefaultConfig();
+    config.max_unread_bytes = 1000;  // more than steps are, and less than any picture
+    return config;
+  }
+  ReaderTest() : server_(ConfigOfReader()), session_(server_.Open()) {
     session_.Watch([this](const v1::JobEvent& event) {
       MutexLock lock(&mu_);
       if (event.has_image_header()) ++headers_;

@@ -268,6 +268,38 @@ TEST(MeasuredWorkingMemory, OfAJobWithoutLorasIsNotThatOfOneWithThem) {
   EXPECT_LT(plan({}).working_bytes(), with_lora.working_peak_bytes());
 }
 
+// ---------------------------------------------------------------------------------------------- between phases
+
+// The job has denoised, and waits for host memory for its file; its latents are on the device meanwhile.
+TEST(Latents, StayPromisedBetweenPhases) {
+  Config config = InProcessServer::DefaultConfig({"sim:0=64MiB"});
+  config.memory_wait_timeout = kForEver;
+  InProcessServer server(config);
+  ASSERT_TRUE(server.core().pins->Load(kDemoModel, {}, "sim:0", /*pin=*/true).ok());
+  v1::GenerateParams job = Sized(64, 50);
+  job.set_image_format(v1::IMAGE_FORMAT_LATENTS);
+  job.set_count(2);
+  InProcessServer::Session session = server.Open();
+  session.Send(job);
+  session.WaitForStep();
+  RamBudget& ram = *server.core().ram;
+  const MemoryBudget::Stats during = ram.stats();
+  auto others = ram.TryReserve({.bytes = during.cap_bytes - during.in_use_bytes - during.reserved_bytes,
+                                .use = MemoryUse::kImages,
+                                .owner = "somebody",
+                                .what = "all the rest"});
+  ASSERT_TRUE(others.ok()) << others.status();
+  while (ram.stats().waiting == 0) absl::SleepFor(absl::Milliseconds(1));
+  // 16 channels of 8 x 8 in fp32, twice.
+  EXPECT_EQ(server.core().devices[0]->budget().stats().reserved_bytes, 2 * 16 * 8 * 8 * 4);
+  others->Release();
+  const Outcome outcome = session.Wait();
+  EXPECT_TRUE(outcome.status.ok()) << outcome.status;
+  EXPECT_TRUE(session.End().ok());
+  ASSERT_TRUE(server.core().pins->Unload(kDemoModel).ok());
+  EXPECT_EQ(server.WhatIsNotAtRest(), "");
+}
+
 // ------------------------------------------------------------------------------------------------ giving way
 
 TEST(Priorities, AreCutToTheHighestThereIs) {
@@ -277,14 +309,16 @@ TEST(Priorities, AreCutToTheHighestThereIs) {
   for (const auto& [asked, given] : std::map<int, int>{{8, 7}, {-2147483647, -7}, {3, 3}}) {
     const InProcessServer::Session session = server.Open({}, {}, kDemoModel, asked);
     ASSERT_TRUE(session.opened().ok());
-    EXPECT_EQ(server.core().sessions->List().back().priority(), given);
+    uint64_t more = 0;
+    EXPECT_EQ(server.core().sessions->List(0, 1, &more).front().priority(), given);
   }
 }
 
 // A parked job of priority 0 and a running one of 10 hold the memory that one of 20 wants.
 TEST(AParkedJob, GivesWayToAMoreUrgentOneAndLosesNothing) {
-  const v1::GenerateParams long_job = Sized(128, 400), urgent = Sized(192, 2);
-  v1::GenerateParams low_job = Sized(128, 200);
+  v1::GenerateParams long_job = Sized(128, 400), urgent = Sized(192, 2), low_job = Sized(128, 200);
+  // The VAE takes more than there will be.
+  for (v1::GenerateParams* job : {&long_job, &urgent, &low_job}) job->set_image_format(v1::IMAGE_FORMAT_LATENTS);
   Config config = InProcessServer::DefaultConfig({"sim:0=1GiB"});
   config.memory_wait_timeout = kForEver;
   config.priority_ageing = absl::InfiniteDuration();
