@@ -88,12 +88,20 @@ at::Tensor AlignedCopy(const uint8_t* bytes, const TensorInfo& info, const at::T
   return copy;
 }
 
+// Where links lead. A hub's cache is made of links, and whoever serves a folder has looked where they lead to;
+// MappedFile takes none, so that none is put in a file's place after that look.
+std::string Canonical(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path canonical = std::filesystem::canonical(path, error);
+  return error ? path : canonical.string();
+}
+
 }  // namespace
 
 absl::Status WeightFiles::AddFile(const std::string& path) {
   const std::string base = BaseName(path);
   RETURN_IF_ERROR(MaybeFail(FaultPoint::kOpen, base));
-  ASSIGN_OR_RETURN(std::shared_ptr<MappedFile> mapping, MappedFile::Open(path));
+  ASSIGN_OR_RETURN(std::shared_ptr<MappedFile> mapping, MappedFile::Open(Canonical(path)));
   uint64_t length = 0;
   if (mapping->size() >= 8) std::memcpy(&length, mapping->data(), 8);
   const auto take = static_cast<size_t>(

@@ -47,9 +47,14 @@ absl::StatusOr<Component> DescribeVae(const std::string& config_folder,
   return component;
 }
 
-absl::Status ReadSettings(const std::string& folder, int64_t latent_channels, ModelDefaults& defaults,
+std::string FolderSettings(const std::string& folder) { return folder + "/latentd.json"; }
+
+std::string CheckpointSettings(const std::string& file) {
+  return std::filesystem::path(file).replace_extension(".json").string();
+}
+
+absl::Status ReadSettings(const std::string& path, int64_t latent_channels, ModelDefaults& defaults,
                           LatentPreview& preview) {
-  const std::string path = folder + "/latentd.json";
   if (std::error_code ec; !std::filesystem::exists(path, ec)) return absl::OkStatus();
   ASSIGN_OR_RETURN(JsonConfig json, JsonConfig::Load(path));
   JsonConfig own = json.Object("defaults");

@@ -31,9 +31,12 @@ absl::StatusOr<Component> DescribeVae(const std::string& config_folder,
                                       std::shared_ptr<const AutoencoderKl>& vae,
                                       LatentStatistics statistics = LatentStatistics::kIgnored);
 
-// A folder's latentd.json, where there is one: `defaults` and `preview` are changed by what it says. Errors:
-// those of JsonConfig; UNSUPPORTED_MODEL for a preview of another number of channels.
-absl::Status ReadSettings(const std::string& folder, int64_t latent_channels, ModelDefaults& defaults,
+// What an administrator says of a model: a folder's latentd.json, a checkpoint's NAME.json. Where there is such a
+// file, `defaults` and `preview` are changed by what it says. Errors: those of JsonConfig; UNSUPPORTED_MODEL for
+// a preview of another number of channels.
+std::string FolderSettings(const std::string& folder);
+std::string CheckpointSettings(const std::string& file);
+absl::Status ReadSettings(const std::string& path, int64_t latent_channels, ModelDefaults& defaults,
                           LatentPreview& preview);
 
 }  // namespace latentd

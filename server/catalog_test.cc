@@ -77,7 +77,7 @@ TEST_F(CatalogTest, NamesAreWhateverFilesAreCalledButForControlCharacters) {
   for (const std::string& name : names) EXPECT_TRUE(catalog.Lora(name).ok()) << name;
   std::vector<std::string> unserved;
   for (const Unserved& one : catalog.UnservedLoras()) unserved.push_back(one.name);
-  EXPECT_THAT(unserved, ElementsAre("c1\\u0085.safetensors", "del\\x7f.safetensors", "latin\\xe9.safetensors",
+  EXPECT_THAT(unserved, ElementsAre("c1\\u0085.safetensors", "del\\u007f.safetensors", "latin\\xe9.safetensors",
                                     "new\\nline.safetensors"));
 }
 

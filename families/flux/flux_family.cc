@@ -235,7 +235,11 @@ absl::StatusOr<std::unique_ptr<Pipeline>> FluxFamily::Open(const ModelFiles& fil
     parts.defaults.guidance = dev ? kControlGuidance : 0;
   }
   SetPublishedPreview(parts);
-  RETURN_IF_ERROR(ReadSettings(base, parts.vae->config().latent_channels, parts.defaults, parts.preview));
+  for (const std::string& settings :
+       {FolderSettings(base), files.file.empty() ? std::string() : CheckpointSettings(files.file)}) {
+    RETURN_IF_ERROR(
+        ReadSettings(settings, parts.vae->config().latent_channels, parts.defaults, parts.preview));
+  }
   return std::make_unique<FluxPipeline>(std::move(parts));
 }
 

@@ -35,6 +35,8 @@ struct SchedulerSource {
   bool sd1 = false;
   // Marks in a checkpoint.
   bool velocity = false, zero_terminal_snr = false;
+  // Of a distilled checkpoint: timesteps are spaced so, whatever the file says.
+  bool trailing = false;
 };
 
 class SchedulerConfig {

@@ -166,8 +166,10 @@ std::string SchedulerClassOf(const std::string& folder) {
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const SchedulerConfig>> ReadScheduler(
-    const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base, SdKind kind) {
+    const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base, SdKind kind,
+    bool trailing) {
   SchedulerSource source;
+  source.trailing = trailing;
   source.path = base + "/scheduler/scheduler_config.json";
   source.class_name = SchedulerClassOf(base);
   source.sd1 = kind == SdKind::kSd15 && !absl::StartsWith(PipelineClass(base), kLatentConsistency);
@@ -221,18 +223,56 @@ SdKind DetectSdKind(const ModelFiles& files) {
   return absl::StartsWith(name, kSd) && !absl::StartsWith(name, kSd3) ? SdKind::kSd15 : SdKind::kNone;
 }
 
-void SetDistilledDefaults(SdParts& parts, double embedded_guidance) {
+namespace {
+
+void SetVariant(const std::string& variant, SdParts& parts) {
+  if (parts.variant == "base") parts.variant = variant;
+}
+
+// Consistency models have a scheduler of their own or embed the guidance. SDXL Turbo and SD Turbo end their
+// timesteps at the last one of training, which no other model that predicts noise does with Euler's methods.
+void SetDefaultsByConfig(double embedded_guidance, SdParts& parts) {
   const bool embeds = parts.unet->config().guidance_dim > 0;
-  if (!embeds && parts.defaults.sampler != "lcm" && parts.defaults.sampler != "tcd") return;
-  parts.defaults.steps = 4;
-  parts.defaults.guidance = embeds ? embedded_guidance : 1;
-  if (parts.variant == "base") parts.variant = "lcm";
+  const std::string& sampler = parts.defaults.sampler;
+  if (embeds || sampler == "lcm" || sampler == "tcd") {
+    parts.defaults.steps = 4;
+    parts.defaults.guidance = embeds ? embedded_guidance : 1;
+    return SetVariant("lcm", parts);
+  }
+  const NoiseScheduleConfig& noise = parts.scheduler->own().schedule->config();
+  if ((sampler == "euler" || sampler == "euler_a") && noise.spacing == TimestepSpacing::kTrailing &&
+      noise.prediction == Prediction::kEpsilon && !noise.zero_terminal_snr) {
+    parts.defaults.steps = 4;
+    parts.defaults.guidance = 0;
+    SetVariant("turbo", parts);
+  }
+}
+
+void SetDefaultsByName(const Distilled& distilled, SdParts& parts) {
+  parts.defaults.steps = distilled.steps;
+  // One that embeds the guidance needs some, whatever its name.
+  if (parts.unet->config().guidance_dim == 0) parts.defaults.guidance = 1;
+  if (!distilled.sampler.empty()) parts.defaults.sampler = distilled.sampler;
+  SetVariant(distilled.variant, parts);
+}
+
+}  // namespace
+
+absl::Status SetModelDefaults(const ModelFiles& files, double embedded_guidance, SdParts& parts) {
+  const int64_t channels = parts.vae->config().latent_channels;
+  if (!parts.distilled) SetDefaultsByConfig(embedded_guidance, parts);
+  RETURN_IF_ERROR(ReadSettings(FolderSettings(BaseFolder(files)), channels, parts.defaults, parts.preview));
+  if (parts.distilled) SetDefaultsByName(*parts.distilled, parts);
+  if (files.file.empty()) return absl::OkStatus();
+  return ReadSettings(CheckpointSettings(files.file), channels, parts.defaults, parts.preview);
 }
 
 absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind) {
+  SdParts parts;
   std::shared_ptr<const WeightFiles> checkpoint;
   if (!files.file.empty()) {
     ASSIGN_OR_RETURN(checkpoint, WeightFiles::Open(files.file));
+    parts.distilled = FindDistilled(checkpoint->metadata(), files.file);
   }
   const std::string& base = BaseFolder(files);
   if (base.empty()) {
@@ -242,7 +282,6 @@ absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind) {
   }
   RETURN_IF_ERROR(CheckTask(PipelineClass(base)));
 
-  SdParts parts;
   ASSIGN_OR_RETURN(Component unet, DescribeUNet(checkpoint, base, parts));
   for (const bool g : {false, true}) {
     // The refiner has no first one.
@@ -256,7 +295,7 @@ absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind) {
   ASSIGN_OR_RETURN(Component vae, DescribeVaeOf(checkpoint, base, kind, parts));
   parts.components.push_back(std::move(unet));
   parts.components.push_back(std::move(vae));
-  ASSIGN_OR_RETURN(parts.scheduler, ReadScheduler(checkpoint, base, kind));
+  ASSIGN_OR_RETURN(parts.scheduler, ReadScheduler(checkpoint, base, kind, parts.distilled && parts.distilled->trailing));
   RETURN_IF_ERROR(CheckFit(parts));
   parts.variant = parts.unet->config().in_channels == parts.unet->config().out_channels ? "base" : "inpaint";
   parts.defaults.sampler = parts.scheduler->sampler();

@@ -28,19 +28,21 @@ SdKind DetectSdKind(const ModelFiles& files);
 // caller's.
 absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind);
 
-// Few steps, and little guidance, for models whose network or scheduler says that they were distilled to need
-// no more. A network that embeds the guidance is given `embedded_guidance`. REQUIRES: the family's own
-// defaults are set.
-void SetDistilledDefaults(SdParts& parts, double embedded_guidance);
+// Changes the family's own defaults, which are set, by what is known of the model, each before the next: its
+// network and scheduler, which may say that it was distilled to need few steps and little guidance (a network
+// that embeds the guidance is given `embedded_guidance`); the settings of its folder; its checkpoint's name;
+// the checkpoint's settings. Errors: those of ReadSettings.
+absl::Status SetModelDefaults(const ModelFiles& files, double embedded_guidance, SdParts& parts);
 
 // The folder whose settings describe the model.
 const std::string& BaseFolder(const ModelFiles& files);
 
-// The scheduler of a model in `base`, and what marks in its checkpoint (null: a folder) say of it. Its class
-// is that of model_index.json. Errors: those of SchedulerConfig::Load; UNSUPPORTED_MODEL for marks of EDM
+// The scheduler of a model in `base`, and what marks in its checkpoint (null: a folder) say of it; `trailing`:
+// SchedulerSource has it. Its class is that of model_index.json. Errors: those of SchedulerConfig::Load; UNSUPPORTED_MODEL for marks of EDM
 // that the folder's scheduler does not fit.
 absl::StatusOr<std::shared_ptr<const SchedulerConfig>> ReadScheduler(
-    const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base, SdKind kind);
+    const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base, SdKind kind,
+    bool trailing = false);
 
 }  // namespace latentd
 

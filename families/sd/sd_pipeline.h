@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +21,7 @@
 #include "families/family.h"
 #include "families/sampling/sampler.h"
 #include "families/sampling/scheduler_config.h"
+#include "families/sd/distilled.h"
 #include "families/sd/sd_predictor.h"
 #include "families/sd/sd_text.h"
 #include "families/sd/sd_tiles.h"
@@ -43,6 +45,7 @@ struct SdParts {
   std::shared_ptr<const AutoencoderKl> vae;
   std::shared_ptr<const SchedulerConfig> scheduler;
   LatentPreview preview;
+  std::optional<Distilled> distilled;   // what a checkpoint's name says
   bool zeros_without_negative = false;  // no negative prompt is a conditioning of zeros, not an empty text
 };
 

@@ -37,13 +37,11 @@ absl::StatusOr<std::unique_ptr<Pipeline>> Sd15Family::Open(const ModelFiles& fil
   defaults.steps = 30;
   defaults.guidance = 7.5;
   defaults.strength = parts.variant == "inpaint" ? 1.0 : 0.75;
-  SetDistilledDefaults(parts, /*embedded_guidance=*/8.5);
   if (parts.vae->config().scaling_factor == kScaling) {
     parts.preview.factors = at::tensor(at::ArrayRef<float>(&kFactors[0][0], 4 * 3)).view({4, 3});
     parts.preview.bias = at::zeros({3});
   }
-  RETURN_IF_ERROR(
-      ReadSettings(BaseFolder(files), parts.vae->config().latent_channels, defaults, parts.preview));
+  RETURN_IF_ERROR(SetModelDefaults(files, /*embedded_guidance=*/8.5, parts));
   return std::make_unique<Sd15Pipeline>(std::move(parts));
 }
 

@@ -21,12 +21,6 @@ constexpr float kFactors[4][3] = {{0.3651f, 0.4232f, 0.4341f},
 constexpr float kBias[3] = {0.1084f, -0.0175f, -0.0011f};
 constexpr double kScaling = 0.13025;
 
-// Distilled models are told by their scheduler alone.
-bool IsTurbo(const SdParts& parts) {
-  return parts.defaults.sampler == "euler_a" &&
-         parts.scheduler->own().schedule->config().spacing == TimestepSpacing::kTrailing;
-}
-
 }  // namespace
 
 bool SdxlFamily::Detect(const ModelFiles& files) const { return DetectSdKind(files) == SdKind::kSdxl; }
@@ -46,14 +40,9 @@ absl::StatusOr<std::unique_ptr<Pipeline>> SdxlFamily::Open(const ModelFiles& fil
   defaults.steps = 30;
   defaults.guidance = 5;
   defaults.strength = parts.variant == "inpaint" ? 0.9999 : 0.75;
-  SetDistilledDefaults(parts, /*embedded_guidance=*/8);
   if (numbers == 5) {
     parts.variant = "refiner";
     defaults.strength = 0.3;
-  } else if (parts.variant == "base" && IsTurbo(parts)) {
-    parts.variant = "turbo";
-    defaults.steps = 4;
-    defaults.guidance = 0;
   }
   auto index = JsonConfig::Load(BaseFolder(files) + "/model_index.json");
   RETURN_IF_ERROR(index.status());
@@ -63,8 +52,7 @@ absl::StatusOr<std::unique_ptr<Pipeline>> SdxlFamily::Open(const ModelFiles& fil
     parts.preview.factors = at::tensor(at::ArrayRef<float>(&kFactors[0][0], 4 * 3)).view({4, 3});
     parts.preview.bias = at::tensor(at::ArrayRef<float>(kBias, 3));
   }
-  RETURN_IF_ERROR(
-      ReadSettings(BaseFolder(files), parts.vae->config().latent_channels, defaults, parts.preview));
+  RETURN_IF_ERROR(SetModelDefaults(files, /*embedded_guidance=*/8, parts));
   return std::make_unique<SdxlPipeline>(std::move(parts));
 }
 

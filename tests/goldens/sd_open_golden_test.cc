@@ -140,6 +140,41 @@ TEST_F(SdOpenGolden, ATrailingAncestralSchedulerIsADistilledModels) {
   EXPECT_EQ((*pipeline)->defaults().steps, 4);
 }
 
+// One checkpoint under the names that people know: its base's settings, then what its name says, then its own.
+TEST_F(SdOpenGolden, ACheckpointsNameSaysThatItWasDistilled) {
+  Copy("tiny-sdxl");
+  std::ofstream(folder_ + "/latentd.json") << R"({"defaults": {"steps": 20, "guidance": 6}})";
+  struct Case {
+    std::string name, own, variant, sampler;
+    int64_t steps;
+    double guidance;
+    bool trailing;
+  };
+  for (const Case& c : {Case{"mix", "", "base", "euler", 20, 6, false},
+                        {"mix", R"({"base": "m", "defaults": {"steps": 9}})", "base", "euler", 9, 6, false},
+                        {"sdxl_lightning_8step", "", "lightning", "euler", 8, 1, true},
+                        {"mixTurbo", R"({"defaults": {"guidance": 2}})", "turbo", "euler_a", 4, 2, true},
+                        {"mix_LCM", "", "lcm", "lcm", 4, 1, false}}) {
+    ModelFiles files = Single("tiny-sdxl", "");
+    files.base_folder = folder_;
+    const std::string file = absl::StrCat(folder_, "/", c.name, ".safetensors");
+    fs::copy_file(files.file, file, fs::copy_options::overwrite_existing);
+    files.file = file;
+    if (!c.own.empty()) std::ofstream(absl::StrCat(folder_, "/", c.name, ".json")) << c.own;
+    auto opened = Find(files)->Open(files);
+    ASSERT_TRUE(opened.ok()) << opened.status();
+    const Pipeline& pipeline = **opened;
+    EXPECT_EQ(pipeline.variant(), c.variant) << c.name;
+    EXPECT_EQ(pipeline.defaults().sampler, c.sampler) << c.name;
+    EXPECT_EQ(pipeline.defaults().steps, c.steps) << c.name;
+    EXPECT_EQ(pipeline.defaults().guidance, c.guidance) << c.name;
+    auto parts = OpenSdModel(files, SdKind::kSdxl);
+    ASSERT_TRUE(parts.ok()) << parts.status();
+    EXPECT_EQ(parts->scheduler->own().schedule->config().spacing == TimestepSpacing::kTrailing, c.trailing)
+        << c.name;
+  }
+}
+
 TEST_F(SdOpenGolden, SchedulersThatNoSamplerStandsForAreRefusedByName) {
   Copy("tiny-sdxl");
   Replace("model_index.json", "EulerDiscreteScheduler", "IPNDMScheduler");
