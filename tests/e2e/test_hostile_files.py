@@ -82,7 +82,7 @@ def test_what_is_no_file_in_a_settings_files_place_hangs_nobody(served):
     for _ in range(3):  # more than there are workers
         for i in range(1, len(names)):
             assert error_of(daemon, f"m{i}").reason == "CORRUPT_FILE"
-    listed = daemon.models.ListModels(model_pb2.ListModelsRequest(), timeout=300).models
+    listed = daemon.models.ListModels(model_pb2.ListModelsRequest(include_problems=True), timeout=300).models
     assert len(listed) == len(names)
     draw(daemon, "good")
     assert daemon.stop() == 0
@@ -102,7 +102,7 @@ def test_settings_that_are_deep_or_huge_are_refused_and_the_daemon_goes_on(serve
             assert name == "latentd.json" and text == objects  # keys that nobody knows do no harm
         except grpc.RpcError as error:
             assert reason_of(error).reason in ("CORRUPT_FILE", "UNSUPPORTED_MODEL"), (i, text[:20])
-    assert len(daemon.models.ListModels(model_pb2.ListModelsRequest(), timeout=300).models) == len(texts) + 1
+    assert len(daemon.models.ListModels(model_pb2.ListModelsRequest(include_problems=True), timeout=300).models) == len(texts) + 1
     draw(daemon, "good")
     daemon.expect_all_released()
 
