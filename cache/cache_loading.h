@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cache/base/mutex.h"
 #include "cache/cache_record.h"
 #include "cache/model_cache.h"
-#include "cache/mutex.h"
 
 namespace latentd {
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "cache/greedy_dual.h"
+#include "cache/base/greedy_dual.h"
 #include "cache/model_cache.h"
 #include "cache/wait_registry.h"
 

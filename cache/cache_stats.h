@@ -10,7 +10,7 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "cache/greedy_dual.h"
+#include "cache/base/greedy_dual.h"
 #include "cache/memory_budget.h"
 #include "cache/model_key.h"
 

@@ -13,8 +13,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "cache/base/error.h"
 #include "cache/device.h"
-#include "cache/error.h"
 #include "cache/model_cache.h"
 #include "cache/resource.h"
 #include "gtest/gtest.h"

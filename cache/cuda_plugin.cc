@@ -7,8 +7,8 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
-#include "cache/fault_injection.h"
+#include "cache/base/error.h"
+#include "cache/base/fault_injection.h"
 
 namespace latentd {
 namespace {
@@ -36,12 +36,13 @@ std::filesystem::path LibTorchFolder() {
   return folder;
 }
 
-// Its registrations have to be in the scope that LibTorch's CPU part and what it loads later look things up in;
-// the plug-in would bring it into a scope of its own. In a program without LibTorch that scope does.
+// Its registrations have to be in the scope that LibTorch's CPU part and what it loads later look things up
+// in; the plug-in would bring it into a scope of its own. In a program without LibTorch that scope does.
 absl::Status LoadLibTorchCuda() {
   const std::filesystem::path folder = LibTorchFolder();
   if (folder.empty()) return absl::OkStatus();
-  if (dlopen((folder / "libtorch_cuda.so").c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr) return absl::OkStatus();
+  if (dlopen((folder / "libtorch_cuda.so").c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr)
+    return absl::OkStatus();
   return NotFound(absl::StrCat("LibTorch's CUDA part cannot be loaded: ", LastError(),
                                "; install LibTorch with CUDA, or use cpu or sim:N=SIZE"));
 }
@@ -58,12 +59,14 @@ absl::StatusOr<const CudaPluginApi*> LoadPlugin() {
     if (library == nullptr) return NotFound(absl::StrCat("the plug-in cannot be loaded: ", LastError()));
     auto entry = reinterpret_cast<decltype(&latentd_cuda_api)>(dlsym(library, kCudaPluginEntry));
     if (entry == nullptr || entry()->abi != kCudaPluginAbi) {
-      return NotFound(absl::StrCat(file.string(), " is of another version than this program; install the one that "
-                                                  "was built with it"));
+      return NotFound(absl::StrCat(file.string(),
+                                   " is of another version than this program; install the one that "
+                                   "was built with it"));
     }
     return entry();
   }
-  return NotFound(absl::StrCat("cuda devices need the plug-in ", kCudaPlugin, " beside the program, and it is not "
+  return NotFound(absl::StrCat("cuda devices need the plug-in ", kCudaPlugin,
+                               " beside the program, and it is not "
                                "installed there; the build makes it where it finds CUDA's headers"));
 }
 
@@ -71,8 +74,8 @@ absl::StatusOr<const CudaPluginApi*> LoadPlugin() {
 absl::Status FindDriver() {
   static const auto* const status = new absl::Status([] {
     if (dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) != nullptr) return absl::OkStatus();
-    return NotFound(absl::StrCat("there is no NVIDIA driver (", LastError(),
-                                 "); install one, or use cpu or sim:N=SIZE"));
+    return NotFound(
+        absl::StrCat("there is no NVIDIA driver (", LastError(), "); install one, or use cpu or sim:N=SIZE"));
   }());
   return *status;
 }

@@ -14,11 +14,11 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "cache/base/error.h"
+#include "cache/base/fault_injection.h"
+#include "cache/base/mutex.h"
+#include "cache/base/start_thread.h"
 #include "cache/cuda_plugin.h"
-#include "cache/error.h"
-#include "cache/fault_injection.h"
-#include "cache/mutex.h"
-#include "cache/start_thread.h"
 
 namespace latentd {
 namespace {

@@ -5,10 +5,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "cache/base/error.h"
+#include "cache/base/fault_injection.h"
 #include "cache/cache_test_util.h"
 #include "cache/cuda_plugin.h"
-#include "cache/error.h"
-#include "cache/fault_injection.h"
 #include "gtest/gtest.h"
 
 // So that an absurd allocation fails under a sanitizer as it does elsewhere, and does not end the process.

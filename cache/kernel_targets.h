@@ -1,6 +1,6 @@
 // For sources of plain loops that are compiled for several instruction sets, of which the best one that the
-// processor has is chosen at run time. The loops are always-inlined functions, and a wrapper for each set has the
-// set as an attribute. Included by such sources alone.
+// processor has is chosen at run time. The loops are always-inlined functions, and a wrapper for each set has
+// the set as an attribute. Included by such sources alone.
 #ifndef LATENTD_CACHE_KERNEL_TARGETS_H_
 #define LATENTD_CACHE_KERNEL_TARGETS_H_
 
@@ -27,8 +27,8 @@ namespace latentd {
 
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
 
-// The best one that this processor has; none better than LATENTD_INSTRUCTION_SET where that environment variable is
-// "baseline" or "avx2", so that tests reach each of them.
+// The best one that this processor has; none better than LATENTD_INSTRUCTION_SET where that environment
+// variable is "baseline" or "avx2", so that tests reach each of them.
 inline InstructionSet BestInstructionSet() {
 #if defined(__x86_64__)
   static const InstructionSet best = [] {

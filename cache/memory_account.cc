@@ -7,9 +7,9 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "c10/core/CPUAllocator.h"
-#include "cache/error.h"
-#include "cache/mutex.h"
-#include "cache/weight_stream.h"
+#include "cache/base/error.h"
+#include "cache/base/mutex.h"
+#include "cache/weights/weight_stream.h"
 
 namespace latentd {
 namespace {
@@ -79,11 +79,12 @@ class AccountingAllocator : public c10::Allocator {
     const auto n = static_cast<int64_t>(bytes);
     if (account == nullptr || n == 0) return Ours(real_->allocate(bytes));
     if (!account->Charge(n)) {
-      throw StatusError(MakeError(absl::StatusCode::kResourceExhausted, kReason,
-                                  absl::StrCat("a computation takes ", account->refused_at(),
-                                               " bytes at least; ", account->limit_.load(), " are promised for it"),
-                                  {{"needed_bytes", absl::StrCat(account->refused_at())},
-                                   {"promised_bytes", absl::StrCat(account->limit_.load())}}));
+      throw StatusError(
+          MakeError(absl::StatusCode::kResourceExhausted, kReason,
+                    absl::StrCat("a computation takes ", account->refused_at(), " bytes at least; ",
+                                 account->limit_.load(), " are promised for it"),
+                    {{"needed_bytes", absl::StrCat(account->refused_at())},
+                     {"promised_bytes", absl::StrCat(account->limit_.load())}}));
     }
     c10::DataPtr data;
     try {
@@ -96,7 +97,9 @@ class AccountingAllocator : public c10::Allocator {
     return data;
   }
   c10::DeleterFnPtr raw_deleter() const override { return &Free; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
 
   // For whoever has other ideas of an owner.
   static void Forget(const void* block) {

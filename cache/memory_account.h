@@ -11,8 +11,8 @@
 //   account->peak_bytes();
 //
 // Memory belongs to the account under which it was allocated until it is freed, wherever and by whom. What
-// threads of LibTorch's own allocate inside of an operation is not seen; operations allocate on the thread that
-// calls them.
+// threads of LibTorch's own allocate inside of an operation is not seen; operations allocate on the thread
+// that calls them.
 //
 // Thread-safe.
 #ifndef LATENTD_CACHE_MEMORY_ACCOUNT_H_
@@ -33,7 +33,8 @@ class MemoryAccount : public std::enable_shared_from_this<MemoryAccount> {
 
   static std::shared_ptr<MemoryAccount> Open();
 
-  // This thread's tensors are allocated under the account, from construction to its end. The innermost counts.
+  // This thread's tensors are allocated under the account, from construction to its end. The innermost
+  // counts.
   class Scope {
    public:
     explicit Scope(std::shared_ptr<MemoryAccount> account);
@@ -46,21 +47,21 @@ class MemoryAccount : public std::enable_shared_from_this<MemoryAccount> {
     MemoryAccount* const outer_;
   };
 
-  int64_t bytes() const { return bytes_; }        // now
-  int64_t peak_bytes() const { return peak_; }    // the most at a time, since the last ForgetPeak
+  int64_t bytes() const { return bytes_; }      // now
+  int64_t peak_bytes() const { return peak_; }  // the most at a time, since the last ForgetPeak
   void ForgetPeak() { peak_ = bytes_.load(); }
-  // What would have been in use with the allocation that was refused last: that much is needed at least. 0: none
-  // was refused.
+  // What would have been in use with the allocation that was refused last: that much is needed at least. 0:
+  // none was refused.
   int64_t refused_at() const { return refused_at_; }
 
   void set_limit(int64_t bytes) { limit_ = bytes; }
 
-  // Takes memory that was allocated under some account out of it: it is promised elsewhere from now on. `data` is
-  // what a tensor's storage begins with; other addresses change nothing.
+  // Takes memory that was allocated under some account out of it: it is promised elsewhere from now on.
+  // `data` is what a tensor's storage begins with; other addresses change nothing.
   static void Exempt(const void* data);
 
-  // Lets accounts see LibTorch's allocations. Scope does it where it was not done; before other threads compute
-  // is the better time.
+  // Lets accounts see LibTorch's allocations. Scope does it where it was not done; before other threads
+  // compute is the better time.
   static void Install();
 
  private:

@@ -4,8 +4,8 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
-#include "cache/weight_stream.h"
+#include "cache/base/error.h"
+#include "cache/weights/weight_stream.h"
 #include "gtest/gtest.h"
 
 namespace latentd {

@@ -38,8 +38,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "cache/error.h"
-#include "cache/mutex.h"
+#include "cache/base/error.h"
+#include "cache/base/mutex.h"
 #include "cache/wait_analysis.h"
 #include "cache/wait_registry.h"
 

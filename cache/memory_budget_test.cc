@@ -6,9 +6,9 @@
 
 #include "absl/strings/match.h"
 #include "absl/time/clock.h"
+#include "cache/base/error.h"
+#include "cache/base/fault_injection.h"
 #include "cache/cache_test_util.h"
-#include "cache/error.h"
-#include "cache/fault_injection.h"
 #include "gtest/gtest.h"
 
 namespace latentd {

@@ -16,8 +16,8 @@
 #include <set>
 #include <thread>
 
+#include "cache/base/error.h"
 #include "cache/cache_test_util.h"
-#include "cache/error.h"
 #include "cache/model_cache.h"
 #include "gtest/gtest.h"
 

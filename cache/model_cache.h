@@ -45,13 +45,13 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "cache/base/greedy_dual.h"
+#include "cache/base/mutex.h"
 #include "cache/cache_stats.h"
 #include "cache/device.h"
-#include "cache/greedy_dual.h"
 #include "cache/lock_handle.h"
 #include "cache/memory_budget.h"
 #include "cache/model_key.h"
-#include "cache/mutex.h"
 #include "cache/resource.h"
 
 namespace latentd {

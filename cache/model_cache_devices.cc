@@ -7,8 +7,8 @@
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
+#include "cache/base/error.h"
 #include "cache/cache_record.h"
-#include "cache/error.h"
 #include "cache/model_cache.h"
 #include "cache/record_index.h"
 

@@ -4,9 +4,9 @@
 #include <random>
 #include <thread>
 
+#include "cache/base/error.h"
+#include "cache/base/fault_injection.h"
 #include "cache/cache_test_util.h"
-#include "cache/error.h"
-#include "cache/fault_injection.h"
 #include "cache/model_cache.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -6,9 +6,9 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cache/base/error.h"
 #include "cache/cache_loading.h"
 #include "cache/cache_record.h"
-#include "cache/error.h"
 #include "cache/model_cache.h"
 #include "cache/record_index.h"
 

@@ -10,8 +10,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "cache/base/error.h"
 #include "cache/cache_test_util.h"
-#include "cache/error.h"
 #include "cache/model_cache.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -14,8 +14,8 @@
 
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_join.h"
+#include "cache/base/error.h"
 #include "cache/cache_test_util.h"
-#include "cache/error.h"
 #include "cache/model_cache.h"
 #include "cache/model_cache_model.h"
 #include "cache/residency_plan.h"

@@ -3,8 +3,8 @@
 #include <atomic>
 #include <thread>
 
+#include "cache/base/error.h"
 #include "cache/cache_test_util.h"
-#include "cache/error.h"
 #include "cache/model_cache.h"
 #include "gtest/gtest.h"
 

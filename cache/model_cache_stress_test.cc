@@ -9,10 +9,10 @@
 #include <set>
 #include <thread>
 
+#include "cache/base/error.h"
+#include "cache/base/mutex.h"
 #include "cache/cache_test_util.h"
-#include "cache/error.h"
 #include "cache/model_cache.h"
-#include "cache/mutex.h"
 #include "gtest/gtest.h"
 
 namespace latentd {

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cache/base/error.h"
 #include "cache/cache_test_util.h"
-#include "cache/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -15,8 +15,8 @@ class Device;
 
 // A part of a resource that moves to a device as a whole.
 struct ResourceBlock {
-  int64_t bytes = 0;    // on a device, padding included
-  bool stays = true;    // needed at all times; else it may be copied anew each time that it is used
+  int64_t bytes = 0;  // on a device, padding included
+  bool stays = true;  // needed at all times; else it may be copied anew each time that it is used
 };
 
 // Immutable after construction, so it is read from any thread without locks.
@@ -33,7 +33,8 @@ class Resource {
   // A copy in `device`'s memory of the blocks that `resident` marks; all, when it is empty. REQUIRES: what
   // stays is marked. `have` is an earlier copy on that device, or null: what it has is taken over, not copied
   // again. Checks `stop` between tensors (CANCELLED). Accounting is the caller's.
-  virtual absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device& device, const std::vector<bool>& resident,
+  virtual absl::StatusOr<std::shared_ptr<const Resource>> CopyTo(Device& device,
+                                                                 const std::vector<bool>& resident,
                                                                  const Resource* have,
                                                                  std::stop_token stop) const = 0;
 

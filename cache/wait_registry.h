@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "cache/mutex.h"
+#include "cache/base/mutex.h"
 #include "cache/wait_analysis.h"
 
 namespace latentd {

@@ -17,8 +17,8 @@ packages=(
   libspdlog-dev libtomlplusplus-dev libcli11-dev nlohmann-json3-dev
   libsentencepiece-dev libpcre2-dev libutf8proc-dev libpng-dev libjpeg-dev
   libwebp-dev libgif-dev libssl-dev
-  # tests; readelf, and the fuzz targets' compiler
-  libgtest-dev libgmock-dev binutils clang libclang-rt-14-dev
+  # tests; readelf, the fuzz targets' compiler, the style of the sources
+  libgtest-dev libgmock-dev binutils clang clang-format libclang-rt-14-dev
 )
 missing=()
 for p in "${packages[@]}"; do

@@ -1,6 +1,6 @@
 #include "families/denoiser.h"
 
-#include "cache/error.h"
+#include "cache/base/error.h"
 
 namespace latentd {
 

@@ -10,7 +10,7 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/finite_watch.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

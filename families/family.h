@@ -18,9 +18,9 @@
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "cache/component_layout.h"
-#include "cache/key_map.h"
-#include "cache/weight_files.h"
+#include "cache/weights/component_layout.h"
+#include "cache/weights/key_map.h"
+#include "cache/weights/weight_files.h"
 #include "families/conditioning.h"
 #include "families/denoiser.h"
 #include "families/generate_params.h"
@@ -29,7 +29,7 @@
 
 namespace latentd {
 
-struct TextEmbeddingShape;  // families/text/text_embedding.h
+struct TextEmbeddingShape;  // families/encoders/text_embedding.h
 
 // One part of a model with weights, described but not loaded.
 struct Component {
@@ -85,7 +85,7 @@ class Pipeline {
   // Checks every field and fills in defaults. Errors: INVALID_ARGUMENT INVALID_FIELD naming the field.
   virtual absl::Status Validate(GenerateParams& params) const = 0;
 
-  // Prompts that may name textual inversions (families/text/embedding_triggers.h), for whoever sets
+  // Prompts that may name textual inversions (families/prompt/embedding_triggers.h), for whoever sets
   // params.embeddings before Validate. None: the model takes none, and what looks like a name is text.
   // `params` need not have passed Validate; the result lives as long as they do.
   virtual std::vector<PromptField> EmbeddingPrompts(const GenerateParams& params) const { return {}; }
@@ -124,8 +124,8 @@ class Pipeline {
   // One picture: latents [1, C, h, w] → uint8 [H, W, 3]. Errors: FAILED_PRECONDITION NON_FINITE.
   virtual absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
                                             const PhaseOptions& options) const = 0;
-  // What becomes of a decoded picture, uint8 [H, W, 3] in host memory, before it is a file. REQUIRES: params passed
-  // Validate.
+  // What becomes of a decoded picture, uint8 [H, W, 3] in host memory, before it is a file. REQUIRES: params
+  // passed Validate.
   virtual at::Tensor Finish(const at::Tensor& picture, const GenerateParams& params) const { return picture; }
   // The next smaller tile to try: below `tile`, or the first one when that is 0. 0: there is none.
   virtual int64_t SmallerTile(const GenerateParams& params, int64_t tile) const = 0;
@@ -138,8 +138,8 @@ class Pipeline {
   // allocates in host memory in fp32, weights converted on the way included.
   virtual int64_t WorkingBytes(const std::string& component, const GenerateParams& params,
                                const PhaseOptions& options) const = 0;
-  // Names the shapes that a phase on `component` has for this request: all that its memory and its time depend on
-  // besides weights, patches and options. Equal keys, equal shapes.
+  // Names the shapes that a phase on `component` has for this request: all that its memory and its time
+  // depend on besides weights, patches and options. Equal keys, equal shapes.
   virtual std::string ShapeKey(const std::string& component, const GenerateParams& params) const = 0;
 };
 

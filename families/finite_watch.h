@@ -9,7 +9,7 @@
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 
 namespace latentd {
 

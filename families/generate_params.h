@@ -25,7 +25,7 @@ struct DenoiseTiles {
   int64_t width = 1024, height = 1024, overlap = 32;
 };
 
-class TextEmbedding;  // families/text/text_embedding.h
+class TextEmbedding;  // families/encoders/text_embedding.h
 
 // A textual inversion that the prompts name.
 struct PromptEmbedding {
@@ -63,8 +63,8 @@ struct GenerateParams {
 
   // For the second text encoder, where it should read another text.
   std::optional<std::string> prompt_2, negative_prompt_2;
-  // How weights are written in prompts (families/text/prompt.h): "plain" (not at all, and what is longer than
-  // the encoder reads is cut off), "compel", "a1111".
+  // How weights are written in prompts (families/prompt/prompt.h): "plain" (not at all, and what is longer
+  // than the encoder reads is cut off), "compel", "a1111".
   std::optional<std::string> prompt_syntax;
   // Layers of CLIP to leave out at its end, beyond those that the model leaves out. Of the wanted prompt
   // alone, as in diffusers.

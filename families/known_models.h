@@ -5,7 +5,7 @@
 #include <string>
 
 #include "absl/strings/string_view.h"
-#include "cache/weight_files.h"
+#include "cache/weights/weight_files.h"
 
 namespace latentd {
 

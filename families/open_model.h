@@ -31,9 +31,9 @@ absl::StatusOr<Component> DescribeVae(const std::string& config_folder,
                                       std::shared_ptr<const AutoencoderKl>& vae,
                                       LatentStatistics statistics = LatentStatistics::kIgnored);
 
-// What an administrator says of a model: a folder's latentd.json, a checkpoint's NAME.json. Where there is such a
-// file, `defaults` and `preview` are changed by what it says. Errors: those of JsonConfig; UNSUPPORTED_MODEL for
-// a preview of another number of channels.
+// What an administrator says of a model: a folder's latentd.json, a checkpoint's NAME.json. Where there is
+// such a file, `defaults` and `preview` are changed by what it says. Errors: those of JsonConfig;
+// UNSUPPORTED_MODEL for a preview of another number of channels.
 std::string FolderSettings(const std::string& folder);
 std::string CheckpointSettings(const std::string& file);
 absl::Status ReadSettings(const std::string& path, int64_t latent_channels, ModelDefaults& defaults,

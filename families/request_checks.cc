@@ -6,7 +6,7 @@
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 
 namespace latentd {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_join.h"
-#include "cache/weight_set.h"
+#include "cache/weights/weight_set.h"
 
 namespace latentd {
 namespace {
@@ -25,7 +25,8 @@ WeightUse UseOf(const Pipeline& pipeline, const std::string& component, const Ph
   WeightUse use{.converted = false, .beside_rank = options.beside_rank};
   for (const Component& c : pipeline.components()) {
     if (c.name != component) continue;
-    // What lies in a file at an address that kernels do not take goes the same way as what is of another type.
+    // What lies in a file at an address that kernels do not take goes the same way as what is of another
+    // type.
     ForEachMatrix(c, [&](const TensorInfo& info) {
       use.converted |= info.dtype != DType::kF32 || info.offset % kTensorAlignment != 0;
     });

@@ -10,10 +10,10 @@
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "cache/memory_account.h"
+#include "families/encoders/clip_text_model.h"
+#include "families/encoders/t5_encoder.h"
 #include "families/flux/flux_transformer.h"
 #include "families/sd/unet.h"
-#include "families/text/clip_text_model.h"
-#include "families/text/t5_encoder.h"
 #include "families/vae/autoencoder_kl.h"
 #include "families/vae/picture_codec.h"
 #include "gtest/gtest.h"
@@ -154,11 +154,13 @@ TEST_P(VaeMemory, OfDecodingAndEncodingIsEstimatedClosely) {
       {
         const WeightView view(weights, nullptr);
         const at::Tensor latents = at::zeros({1, channels, side / 8, side / 8});
-        // The last convolution, to 3 channels, is the library's: what comes and what comes out may be copied, or not.
+        // The last convolution, to 3 channels, is the library's: what comes and what comes out may be copied,
+        // or not.
         const int64_t part = tile == 0 ? side : tile;
         const int64_t copies = (width + 2 * 3) * part * part * int64_t{sizeof(float)};
-        Compare("decode " + what, vae.DecodeBytes(side, side, tile, {}), close,
-                [&] { EXPECT_TRUE(DecodePicture(vae, view, latents, tile).ok()); }, copies);
+        Compare(
+            "decode " + what, vae.DecodeBytes(side, side, tile, {}), close,
+            [&] { EXPECT_TRUE(DecodePicture(vae, view, latents, tile).ok()); }, copies);
       }
       if (side > 768) continue;
       const WeightView view(weights, nullptr);

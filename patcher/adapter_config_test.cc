@@ -5,7 +5,7 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "patcher/model_patch.h"

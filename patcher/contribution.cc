@@ -9,8 +9,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "c10/core/GradMode.h"
-#include "cache/error.h"
-#include "cache/host_tensor.h"
+#include "cache/base/error.h"
+#include "cache/weights/host_tensor.h"
 #include "patcher/merge_kernel.h"
 
 namespace latentd {

@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "cache/error.h"
-#include "cache/weight_set.h"
+#include "cache/base/error.h"
+#include "cache/weights/weight_set.h"
 #include "patcher/layer_resolver.h"
 #include "patcher/overlay.h"
 #include "patcher/patch_target.h"

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "patcher/contribution.h"
 #include "patcher/layer_resolver.h"
 

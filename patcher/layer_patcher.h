@@ -20,7 +20,7 @@
 #include "absl/types/span.h"
 #include "cache/device.h"
 #include "cache/model_cache.h"
-#include "cache/weight_set.h"
+#include "cache/weights/weight_set.h"
 #include "patcher/overlay.h"
 #include "patcher/patch_target.h"
 
@@ -70,8 +70,8 @@ struct PatchReport {
   int64_t unmatched_count = 0;
   std::vector<std::string> embeddings = {};         // textual inversions that the file brings with it
   std::vector<std::string> unused_embeddings = {};  // filled in by who knows what the model takes
-  int64_t direct_tensors = 0;   // filled in by Apply
-  int64_t sidecar_tensors = 0;  // filled in by Apply
+  int64_t direct_tensors = 0;                       // filled in by Apply
+  int64_t sidecar_tensors = 0;                      // filled in by Apply
 };
 
 inline constexpr size_t kSampleKeys = 5;

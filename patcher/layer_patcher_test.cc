@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "ATen/ATen.h"
+#include "cache/base/error.h"
 #include "cache/device.h"
-#include "cache/error.h"
 #include "cache/model_cache.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -4,7 +4,7 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "patcher/adapter_config.h"
 #include "patcher/patch_identity.h"
 

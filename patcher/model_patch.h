@@ -15,7 +15,7 @@
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
 #include "cache/resource.h"
-#include "cache/weight_files.h"
+#include "cache/weights/weight_files.h"
 #include "patcher/layers/patch_layer.h"
 #include "patcher/patch_keys.h"
 

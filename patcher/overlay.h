@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "cache/component_layout.h"
 #include "cache/memory_budget.h"
 #include "cache/model_cache.h"
-#include "cache/weight_set.h"
+#include "cache/weights/component_layout.h"
+#include "cache/weights/weight_set.h"
 #include "patcher/block_weights.h"
 #include "patcher/model_patch.h"
 

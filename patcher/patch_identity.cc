@@ -7,7 +7,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_replace.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 
 namespace latentd {
 namespace {

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "patcher/magnitude_names.h"
 
 namespace latentd {

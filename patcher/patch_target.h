@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "cache/component_layout.h"
-#include "cache/key_map.h"
+#include "cache/weights/component_layout.h"
+#include "cache/weights/key_map.h"
 
 namespace latentd {
 

@@ -1,9 +1,9 @@
 #include "patcher/weight_view.h"
 
 #include "ATen/ATen.h"
-#include "cache/error.h"
-#include "cache/fault_injection.h"
-#include "cache/weight_stream.h"
+#include "cache/base/error.h"
+#include "cache/base/fault_injection.h"
+#include "cache/weights/weight_stream.h"
 #include "patcher/overlay.h"
 
 namespace latentd {

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "cache/weight_set.h"
+#include "cache/weights/weight_set.h"
 
 namespace latentd {
 
@@ -31,9 +31,9 @@ class WeightView {
   WeightView(const WeightSet& base, const Overlay* overlay, at::ScalarType compute = at::kFloat,
              WeightStream* stream = nullptr);
 
-  // From now on, asking for a weight while a stop is requested throws StatusError (cache/weight_stream.h)
-  // with CANCELLED: there is no other way out of a network's formulas, and a network asks many times in each
-  // of its blocks. Whoever runs a slice catches it (GuardTensorCode).
+  // From now on, asking for a weight while a stop is requested throws StatusError
+  // (cache/weights/weight_stream.h) with CANCELLED: there is no other way out of a network's formulas, and a
+  // network asks many times in each of its blocks. Whoever runs a slice catches it (GuardTensorCode).
   void StopWith(std::stop_token stop) { stop_ = std::move(stop); }
 
   at::ScalarType compute_type() const { return compute_; }

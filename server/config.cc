@@ -19,8 +19,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/strip.h"
+#include "cache/base/error.h"
 #include "cache/device.h"
-#include "cache/error.h"
 #include "cache/memory_budget.h"
 #include "server/version.h"
 
@@ -80,7 +80,8 @@ const std::vector<ConfigKey>& Table() {
       {"embedding_roots", &Config::embedding_roots,
        "Folders that hold textual inversion files, which prompts name as <NAME> or embedding:NAME."},
       {"follow_links", &Config::follow_links,
-       "Serve what links under the roots lead to also where that is outside of all of them; otherwise whoever "
+       "Serve what links under the roots lead to also where that is outside of all of them; otherwise "
+       "whoever "
        "can write to a root could have any file of the server's user read."},
       {"default_model", &Config::default_model,
        "Model of a request that names none; empty: such a request fails."},
@@ -143,8 +144,8 @@ const std::vector<ConfigKey>& Table() {
       {"reader_timeout", &Config::reader_timeout,
        "A session ends whose client, while something waited for it for this long, took nothing, or less than "
        "min_read_rate."},
-      {"min_read_rate", &Config::min_read_rate, "Bytes a second that a client must read at least; see reader_timeout.",
-       Unit::kBytes, 1, kAnySize},
+      {"min_read_rate", &Config::min_read_rate,
+       "Bytes a second that a client must read at least; see reader_timeout.", Unit::kBytes, 1, kAnySize},
       {"upload_dir", &Config::upload_dir,
        "Folder for LoRAs that clients upload, which are served as uploads/NAME; the server's own, and in "
        "none of "
@@ -174,7 +175,8 @@ const std::vector<ConfigKey>& Table() {
        64 * 64, int64_t{1} << 28},
       {"preview_max_px", &Config::preview_max_px, "Longer side of a preview.", Unit::kNone, 8, 2048},
       {"picture_metadata", &Config::picture_metadata,
-       "Let pictures say how they were made where a request does not say: prompts, seed, models and all settings, for "
+       "Let pictures say how they were made where a request does not say: prompts, seed, models and all "
+       "settings, for "
        "`latentctl replay` and for programs that read A1111's text."},
       {"log_level",
        &Config::log_level,

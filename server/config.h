@@ -21,7 +21,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "server/address.h"
+#include "server/rpc/address.h"
 
 namespace latentd {
 

@@ -7,7 +7,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "cache/error.h"
+#include "cache/base/error.h"
 
 namespace latentd {
 namespace {
@@ -255,9 +255,10 @@ TEST(AddressParsing, OnlyLoopbackAndUnixSocketsAreLocal) {
                            "[::ffff:127.0.0.1]:1"}) {
     EXPECT_TRUE(ParseAddress(text)->is_local()) << text;
   }
-  for (const char* text : {"0.0.0.0:1", "[::]:1", "example.org:1", "10.0.0.1:1", "127.evil.example:1",
-                           "127.0.0.1.evil.example:1", "127.1:1", "127.:1", "127.0.0.1 :1", "128.0.0.1:1", "localhost.evil.example:1",
-                           "[::2]:1", "[::ffff:128.0.0.1]:1", "[::1%lo]:1", "[1::1]:1"}) {
+  for (const char* text :
+       {"0.0.0.0:1", "[::]:1", "example.org:1", "10.0.0.1:1", "127.evil.example:1",
+        "127.0.0.1.evil.example:1", "127.1:1", "127.:1", "127.0.0.1 :1", "128.0.0.1:1",
+        "localhost.evil.example:1", "[::2]:1", "[::ffff:128.0.0.1]:1", "[::1%lo]:1", "[1::1]:1"}) {
     EXPECT_FALSE(ParseAddress(text)->is_local()) << text;
   }
 }

@@ -5,12 +5,12 @@
 #include <grpcpp/server_builder.h>
 
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
-#include "server/cache_service.h"
-#include "server/denoise_service.h"
-#include "server/model_service.h"
-#include "server/server_service.h"
-#include "server/session_scope.h"
+#include "cache/base/error.h"
+#include "server/rpc/cache_service.h"
+#include "server/rpc/denoise_service.h"
+#include "server/rpc/model_service.h"
+#include "server/rpc/server_service.h"
+#include "server/session/session_scope.h"
 #include "spdlog/spdlog.h"
 
 namespace latentd {
@@ -26,7 +26,8 @@ const char* const kServiceNames[] = {"latentd.v1.DenoiseService", "latentd.v1.Mo
 
 void SetTransportOptions(grpc::ServerBuilder& builder, const Config& config) {
   builder.SetMaxReceiveMessageSize(static_cast<int>(config.max_message_bytes));
-  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(MaxStreamsPerConnection(config)));
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
+                             static_cast<int>(MaxStreamsPerConnection(config)));
   // Windows that do not grow: what gRPC holds of a request that nobody has asked for yet.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kStreamWindow);

@@ -10,7 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "server/config.h"
-#include "server/listener.h"
+#include "server/rpc/listener.h"
 #include "server/server_core.h"
 
 namespace latentd {

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "absl/strings/str_join.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "server/config.h"
 #include "server/daemon.h"
 #include "server/logging.h"
@@ -27,7 +27,8 @@ void WaitPassively(char** argv) {
   execv("/proc/self/exe", argv);
 }
 
-// The second start is known to the system by the link that it went through: "exe". Threads take their name from here.
+// The second start is known to the system by the link that it went through: "exe". Threads take their name
+// from here.
 void NameProcess() { prctl(PR_SET_NAME, "latentd"); }
 
 // Connections are counted against the limit of open files; the soft one is low by habit.

@@ -14,7 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
-#include "cache/utf8.h"
+#include "cache/base/utf8.h"
 
 namespace latentd {
 namespace {
@@ -70,8 +70,10 @@ void LogOfGrpc(gpr_log_func_args* line) {
   spdlog::log(level, "grpc at={}:{} message={}", LogField(line->file), line->line, LogField(line->message));
 }
 
-void LogOfProtobuf(google::protobuf::LogLevel severity, const char* file, int line, const std::string& message) {
-  const auto level = severity >= google::protobuf::LOGLEVEL_WARNING ? spdlog::level::warn : spdlog::level::info;
+void LogOfProtobuf(google::protobuf::LogLevel severity, const char* file, int line,
+                   const std::string& message) {
+  const auto level =
+      severity >= google::protobuf::LOGLEVEL_WARNING ? spdlog::level::warn : spdlog::level::info;
   spdlog::log(level, "protobuf at={}:{} message={}", LogField(file), line, LogField(message));
 }
 

@@ -54,7 +54,9 @@ TEST(Logging, ATextLineHidesAndTurnsNothing) {
 TEST(Logging, AJsonLineHidesAndTurnsNothingAndSaysTheSame) {
   const std::string message = "a\u009b31m\u202eb\U000e0041\x7f";
   const std::string line = Logged("json", message);
-  EXPECT_TRUE(std::all_of(line.begin(), line.end() - 1, [](unsigned char c) { return c >= 0x20 && c < 0x7f; })) << line;
+  EXPECT_TRUE(std::all_of(line.begin(), line.end() - 1, [](unsigned char c) {
+    return c >= 0x20 && c < 0x7f;
+  })) << line;
   EXPECT_EQ(nlohmann::json::parse(line)["message"], message);
 }
 
@@ -72,7 +74,8 @@ TEST(Logging, LinesOfGrpcAndProtobufAreLinesOfTheLog) {
   testing::internal::CaptureStderr();
   SetUpLogging("info", "text");
   gpr_set_log_verbosity(GPR_LOG_SEVERITY_ERROR);  // as grpc_init does
-  gpr_log("file.cc", 7, GPR_LOG_SEVERITY_ERROR, "%s", "bad :status \"\n2026-01-01T00:00:00.000Z info forged\x1b[2J");
+  gpr_log("file.cc", 7, GPR_LOG_SEVERITY_ERROR, "%s",
+          "bad :status \"\n2026-01-01T00:00:00.000Z info forged\x1b[2J");
   GOOGLE_LOG(ERROR) << "of\nprotobuf";
   const std::string log = testing::internal::GetCapturedStderr();
   EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 2) << log;

@@ -8,12 +8,12 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
+#include "cache/base/start_thread.h"
 #include "cache/memory_account.h"
-#include "cache/start_thread.h"
 #include "patcher/model_patch.h"
-#include "server/machine_memory.h"
-#include "server/session_scope.h"
+#include "server/runtime/machine_memory.h"
+#include "server/session/session_scope.h"
 #include "spdlog/spdlog.h"
 
 namespace latentd {
@@ -119,7 +119,8 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& confi
     // Last, so that it hides nothing of the others.
     lora_roots.push_back(core->uploads->folder());
   }
-  core->catalog = std::make_unique<Catalog>(config.model_roots, lora_roots, config.embedding_roots, config.follow_links);
+  core->catalog =
+      std::make_unique<Catalog>(config.model_roots, lora_roots, config.embedding_roots, config.follow_links);
   core->measurements = std::make_unique<Measurements>(StateFolder(config));
   core->pins = std::make_unique<PinBoard>(core.get());
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));

@@ -9,22 +9,22 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "cache/base/mutex.h"
 #include "cache/device.h"
-#include "cache/mapped_file.h"
 #include "cache/model_cache.h"
-#include "cache/mutex.h"
+#include "cache/weights/mapped_file.h"
 #include "patcher/layer_patcher.h"
-#include "server/answer_watch.h"
-#include "server/catalog.h"
+#include "server/catalog/catalog.h"
+#include "server/catalog/pin_board.h"
+#include "server/catalog/upload_store.h"
 #include "server/config.h"
-#include "server/executor.h"
-#include "server/measurements.h"
-#include "server/memory_wants.h"
-#include "server/pin_board.h"
-#include "server/request_memory.h"
-#include "server/upload_store.h"
-#include "server/upload_watch.h"
-#include "server/worker_pool.h"
+#include "server/rpc/answer_watch.h"
+#include "server/rpc/request_memory.h"
+#include "server/rpc/upload_watch.h"
+#include "server/runtime/executor.h"
+#include "server/runtime/measurements.h"
+#include "server/runtime/memory_wants.h"
+#include "server/runtime/worker_pool.h"
 
 namespace latentd {
 
@@ -73,7 +73,7 @@ struct ServerCore {
   std::vector<std::unique_ptr<Device>> devices;
   std::unique_ptr<ModelCache> cache;
   std::unique_ptr<MappingReliever> mapping_reliever;  // evicts what nobody uses
-  std::unique_ptr<UploadStore> uploads;  // null: uploads are off
+  std::unique_ptr<UploadStore> uploads;               // null: uploads are off
   std::unique_ptr<Catalog> catalog;
   std::unique_ptr<Measurements> measurements;
   MemoryWants wants;

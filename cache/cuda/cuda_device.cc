@@ -1,9 +1,9 @@
 // Everything computes on the device's default stream, which is every thread's current stream unless somebody
-// changes it. Memory is given in that stream's order, whoever asks for it, and given back in that order: what is
-// queued on it may still read memory that is free, and whatever uses the memory next is queued behind it. Copies
-// are the one thing on other streams; they start behind a mark in the default stream (so behind the last use of
-// the memory that they overwrite) and end in one before anything can read or free what they wrote. So no block is
-// ever recorded on a second stream.
+// changes it. Memory is given in that stream's order, whoever asks for it, and given back in that order: what
+// is queued on it may still read memory that is free, and whatever uses the memory next is queued behind it.
+// Copies are the one thing on other streams; they start behind a mark in the default stream (so behind the
+// last use of the memory that they overwrite) and end in one before anything can read or free what they
+// wrote. So no block is ever recorded on a second stream.
 #include "cache/cuda/cuda_device.h"
 
 #include <ATen/Context.h>
@@ -25,11 +25,11 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "cache/base/error.h"
+#include "cache/base/mutex.h"
 #include "cache/cuda/cuda_errors.h"
 #include "cache/cuda/nvml.h"
 #include "cache/cuda/staged_copies.h"
-#include "cache/error.h"
-#include "cache/mutex.h"
 
 namespace latentd {
 namespace {
@@ -94,15 +94,16 @@ struct State {
       return MakeError(absl::StatusCode::kInternal, "COPY_FAILED", absl::StrCat(what, " ", name, ": ", why),
                        {{"device", name}});
     }
-    return MakeError(absl::StatusCode::kUnavailable, "DEVICE_LOST",
-                     absl::StrCat(what, " ", name, ": ", why,
-                                  failure == CudaFailure::kLost ? "; restart the daemon to use it again" : ""),
-                     {{"device", name}});
+    return MakeError(
+        absl::StatusCode::kUnavailable, "DEVICE_LOST",
+        absl::StrCat(what, " ", name, ": ", why,
+                     failure == CudaFailure::kLost ? "; restart the daemon to use it again" : ""),
+        {{"device", name}});
   }
 
   // Runs CUDA and LibTorch calls with the device current. `what` stands in messages ("copy to"). Whatever is
-  // thrown becomes a status: DEVICE_OUT_OF_MEMORY where it is about that, else DEVICE_LOST, or COPY_FAILED when
-  // `copying` and the device may go on.
+  // thrown becomes a status: DEVICE_OUT_OF_MEMORY where it is about that, else DEVICE_LOST, or COPY_FAILED
+  // when `copying` and the device may go on.
   absl::Status Run(absl::string_view what, bool copying, absl::FunctionRef<cudaError_t()> body) {
     RETURN_IF_ERROR(CheckLost());
     const CurrentDevice current(index);
@@ -286,9 +287,8 @@ class CudaDevice : public Device {
         state_(std::move(state)),
         ram_(ram) {
     // What others take beyond the part that the cap leaves them: that part is why there is a cap.
-    own_budget_.set_foreign([this] {
-      return state_->ForeignBytes() - (state_->total_bytes - own_budget_.stats().cap_bytes);
-    });
+    own_budget_.set_foreign(
+        [this] { return state_->ForeignBytes() - (state_->total_bytes - own_budget_.stats().cap_bytes); });
   }
 
   absl::StatusOr<std::shared_ptr<void>> Allocate(int64_t bytes) override {
@@ -323,8 +323,8 @@ class CudaDevice : public Device {
     });
   }
 
-  // In the default stream, so behind the last use that the memory had before it was given. From pageable memory
-  // the driver copies through a buffer of its own.
+  // In the default stream, so behind the last use that the memory had before it was given. From pageable
+  // memory the driver copies through a buffer of its own.
   absl::Status CopyIn(void* to, const void* from, int64_t bytes) override {
     RETURN_IF_ERROR(state_->CheckLost());
     RETURN_IF_ERROR(state_->maybe_fail(FaultPoint::kCopy, name()));
@@ -342,13 +342,14 @@ class CudaDevice : public Device {
     const std::string what = absl::StrCat("pinned memory for copies to ", name());
     // Said to the program's injector: the budget asks the plug-in's.
     RETURN_IF_ERROR(state_->maybe_fail(FaultPoint::kReserve, what));
-    // Without waiting: whose wait this would be, the budget could not know, and so not find who waits in a circle.
-    // Never committed: it stays somebody's promise, not a record of the cache.
+    // Without waiting: whose wait this would be, the budget could not know, and so not find who waits in a
+    // circle. Never committed: it stays somebody's promise, not a record of the cache.
     ASSIGN_OR_RETURN(Reservation staging, ram_->TryReserve({.bytes = kStagingBuffers * kStagingBufferBytes,
                                                             .use = MemoryUse::kStaging,
                                                             .owner = name(),
                                                             .what = what}));
-    ASSIGN_OR_RETURN(std::unique_ptr<CudaCopyEngine> engine, CudaCopyEngine::Create(state_, std::move(staging)));
+    ASSIGN_OR_RETURN(std::unique_ptr<CudaCopyEngine> engine,
+                     CudaCopyEngine::Create(state_, std::move(staging)));
     std::vector<void*> buffers = engine->buffers();
     return std::make_unique<StagedCopies>(std::move(engine), std::move(buffers), kStagingBufferBytes);
   }
@@ -411,8 +412,8 @@ class CudaDevice : public Device {
 // ------------------------------------------------------------------------------------------------- entry
 
 absl::Status NotFound(int index, absl::string_view why) {
-  return MakeError(absl::StatusCode::kUnavailable, "DEVICE_NOT_FOUND", absl::StrCat("cuda:", index, ": ", why),
-                   {{"device", absl::StrCat("cuda:", index)}});
+  return MakeError(absl::StatusCode::kUnavailable, "DEVICE_NOT_FOUND",
+                   absl::StrCat("cuda:", index, ": ", why), {{"device", absl::StrCat("cuda:", index)}});
 }
 
 absl::Status CountDevices(int index, int* count) {
@@ -427,14 +428,16 @@ absl::Status CountDevices(int index, int* count) {
       if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) {
         return NotFound(index, "there is no NVIDIA driver; install one, or use cpu or sim:N=SIZE");
       }
-      return NotFound(index, absl::StrFormat("the NVIDIA driver knows CUDA up to %d.%d only, and %d.%d is used; "
-                                             "install a newer driver",
-                                             driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
-                                             CUDART_VERSION % 1000 / 10));
+      return NotFound(index,
+                      absl::StrFormat("the NVIDIA driver knows CUDA up to %d.%d only, and %d.%d is used; "
+                                      "install a newer driver",
+                                      driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
+                                      CUDART_VERSION % 1000 / 10));
     }
     case cudaErrorNoDevice:
-      return NotFound(index, "the NVIDIA driver shows no device to this process; see what nvidia-smi says, and "
-                             "whether CUDA_VISIBLE_DEVICES, the container or the unit hides it");
+      return NotFound(index,
+                      "the NVIDIA driver shows no device to this process; see what nvidia-smi says, and "
+                      "whether CUDA_VISIBLE_DEVICES, the container or the unit hides it");
     default:
       return NotFound(index, absl::StrCat("the NVIDIA driver does not work: ", cudaGetErrorName(error), ": ",
                                           cudaGetErrorString(error), "; see what nvidia-smi says"));
@@ -454,9 +457,9 @@ void* FindInNvml(const Nvml& nvml, const cudaDeviceProp& properties) {
     if (i == 4 || i == 6 || i == 8 || i == 10) id += '-';
     absl::StrAppendFormat(&id, "%02x", static_cast<unsigned char>(properties.uuid.bytes[i]));
   }
-  void* device = nvml.Find({"MIG-" + id, "GPU-" + id},
-                           absl::StrFormat("%08x:%02x:%02x.0", properties.pciDomainID, properties.pciBusID,
-                                           properties.pciDeviceID));
+  void* device =
+      nvml.Find({"MIG-" + id, "GPU-" + id}, absl::StrFormat("%08x:%02x:%02x.0", properties.pciDomainID,
+                                                            properties.pciBusID, properties.pciDeviceID));
   if (device == nullptr) return nullptr;
   const std::optional<Nvml::Memory> memory = nvml.MemoryOf(device);
   const auto total = static_cast<int64_t>(properties.totalGlobalMem);
@@ -469,10 +472,11 @@ absl::StatusOr<std::unique_ptr<Device>> MakeDevice(const CudaDeviceRequest& requ
   RETURN_IF_ERROR(CountDevices(request.index, &count));
   if (request.index < 0 || request.index >= count) {
     const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
-    return NotFound(request.index,
-                    absl::StrCat("this process sees ", count, count == 1 ? " CUDA device" : " CUDA devices",
-                                 ", numbered from 0",
-                                 visible == nullptr ? "" : absl::StrCat("; CUDA_VISIBLE_DEVICES is ", visible)));
+    return NotFound(
+        request.index,
+        absl::StrCat("this process sees ", count, count == 1 ? " CUDA device" : " CUDA devices",
+                     ", numbered from 0",
+                     visible == nullptr ? "" : absl::StrCat("; CUDA_VISIBLE_DEVICES is ", visible)));
   }
   cudaDeviceProp properties;
   const cudaError_t error = cudaGetDeviceProperties(&properties, request.index);
@@ -504,6 +508,7 @@ void MakeDeviceReply(const CudaDeviceRequest& request, CudaDeviceReply* reply) {
 }  // namespace latentd
 
 const latentd::CudaPluginApi* latentd_cuda_api() {
-  static const latentd::CudaPluginApi api = {latentd::kCudaPluginAbi, latentd::DeviceCount, latentd::MakeDeviceReply};
+  static const latentd::CudaPluginApi api = {latentd::kCudaPluginAbi, latentd::DeviceCount,
+                                             latentd::MakeDeviceReply};
   return &api;
 }

@@ -15,10 +15,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "cache/base/error.h"
 #include "cache/cuda/cuda_errors.h"
 #include "cache/cuda/nvml.h"
 #include "cache/cuda_plugin.h"
-#include "cache/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -32,7 +32,8 @@ using testing::Not;
 
 constexpr int64_t kMiB = 1 << 20;
 
-// ------------------------------------------------------------------------------------ with and without a device
+// ------------------------------------------------------------------------------------ with and without a
+// device
 
 TEST(CudaPlugin, LoadsWithoutADriver) {
   const absl::StatusOr<const CudaPluginApi*> api = LoadCudaPlugin();
@@ -84,7 +85,8 @@ TEST(CudaErrors, SayWhetherTheDeviceCanGoOn) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------- with a device
+// ---------------------------------------------------------------------------------------------- with a
+// device
 
 // The driver's own functions; the test links nothing of CUDA.
 template <typename... Args>
@@ -116,8 +118,9 @@ class CudaDeviceTest : public testing::Test {
   at::Tensor Tensor(std::shared_ptr<void> memory, int64_t bytes) {
     const at::Device place(at::kCUDA, 0);
     void* data = memory.get();
-    return at::from_blob(data, {bytes}, [memory = std::move(memory)](void*) mutable { memory.reset(); },
-                         at::TensorOptions().dtype(at::kByte).device(place), place);
+    return at::from_blob(
+        data, {bytes}, [memory = std::move(memory)](void*) mutable { memory.reset(); },
+        at::TensorOptions().dtype(at::kByte).device(place), place);
   }
   std::vector<uint8_t> Bytes(const at::Tensor& tensor) {
     const at::Tensor host = tensor.cpu();
@@ -126,7 +129,8 @@ class CudaDeviceTest : public testing::Test {
   }
   std::vector<uint8_t> Pattern(int64_t bytes, int seed) {
     std::vector<uint8_t> pattern(static_cast<size_t>(bytes));
-    for (size_t i = 0; i < pattern.size(); ++i) pattern[i] = static_cast<uint8_t>((i * 2654435761u >> 13) + seed);
+    for (size_t i = 0; i < pattern.size(); ++i)
+      pattern[i] = static_cast<uint8_t>((i * 2654435761u >> 13) + seed);
     return pattern;
   }
   // Seconds of work for the device.
@@ -235,7 +239,8 @@ TEST_F(CudaDeviceTest, ACopyWaitsForWhatStillReadsItsSlotAndComputingWaitsForThe
   auto stream = *device_->NewCopyStream();
   at::Tensor slot = Tensor(*device_->Allocate(kBytes), kBytes);
   std::vector<std::vector<uint8_t>> blocks;
-  for (int i = 0; i < 4; ++i) blocks.emplace_back(static_cast<size_t>(kBytes), static_cast<uint8_t>(11 * i + 1));
+  for (int i = 0; i < 4; ++i)
+    blocks.emplace_back(static_cast<size_t>(kBytes), static_cast<uint8_t>(11 * i + 1));
   std::vector<at::Tensor> seen;
   for (const std::vector<uint8_t>& block : blocks) {
     const uint64_t copy = *stream->Begin({{slot.mutable_data_ptr(), block.data(), kBytes}});

@@ -14,7 +14,8 @@ enum class CudaFailure {
 
 inline CudaFailure ClassifyCudaError(cudaError_t code) {
   switch (code) {
-    case cudaErrorMemoryAllocation: return CudaFailure::kOutOfMemory;
+    case cudaErrorMemoryAllocation:
+      return CudaFailure::kOutOfMemory;
     // The device, the driver or the way to it is gone.
     case cudaErrorDevicesUnavailable:
     case cudaErrorDeviceUninitialized:
@@ -39,8 +40,10 @@ inline CudaFailure ClassifyCudaError(cudaError_t code) {
     case cudaErrorTensorMemoryLeak:
     case cudaErrorExternalDevice:
     case cudaErrorMpsClientTerminated:
-    case cudaErrorUnknown: return CudaFailure::kLost;
-    default: return CudaFailure::kOther;
+    case cudaErrorUnknown:
+      return CudaFailure::kLost;
+    default:
+      return CudaFailure::kOther;
   }
 }
 

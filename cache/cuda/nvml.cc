@@ -8,8 +8,8 @@
 namespace latentd {
 namespace {
 
-// From NVML's documentation; its header is part of no package that the build needs. All functions return 0 for
-// success.
+// From NVML's documentation; its header is part of no package that the build needs. All functions return 0
+// for success.
 constexpr int kInsufficientSize = 7;
 
 struct MemoryV1 {
@@ -69,7 +69,8 @@ void* Nvml::Find(const std::vector<std::string>& uuids, const std::string& pci_b
   for (const std::string& uuid : uuids) {
     if (calls_->by_uuid != nullptr && calls_->by_uuid(uuid.c_str(), &device) == 0) return device;
   }
-  if (calls_->by_pci_bus_id != nullptr && calls_->by_pci_bus_id(pci_bus_id.c_str(), &device) == 0) return device;
+  if (calls_->by_pci_bus_id != nullptr && calls_->by_pci_bus_id(pci_bus_id.c_str(), &device) == 0)
+    return device;
   return nullptr;
 }
 

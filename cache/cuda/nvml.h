@@ -1,5 +1,5 @@
-// The driver's own count of a device's memory (NVML), which needs no context on the device: to ask through CUDA
-// would take some hundred MB of a device that nobody uses.
+// The driver's own count of a device's memory (NVML), which needs no context on the device: to ask through
+// CUDA would take some hundred MB of a device that nobody uses.
 //
 // Thread-safe. The library is part of the driver, so it is loaded when asked for, and may not be there.
 #ifndef LATENTD_CACHE_CUDA_NVML_H_
@@ -26,8 +26,8 @@ class Nvml {
   Nvml(const Nvml&) = delete;
   Nvml& operator=(const Nvml&) = delete;
 
-  // The device with one of these UUIDs ("GPU-…", "MIG-…") or PCI bus ids ("00000000:65:00.0"), whichever is known
-  // first; null when none is. Never by index: CUDA_VISIBLE_DEVICES renumbers for CUDA, not here.
+  // The device with one of these UUIDs ("GPU-…", "MIG-…") or PCI bus ids ("00000000:65:00.0"), whichever is
+  // known first; null when none is. Never by index: CUDA_VISIBLE_DEVICES renumbers for CUDA, not here.
   void* Find(const std::vector<std::string>& uuids, const std::string& pci_bus_id) const;
 
   // Nothing where the device does not say: some share the host's memory.

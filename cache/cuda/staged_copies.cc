@@ -1,16 +1,17 @@
-// Invariant: read_[i] is null or a mark behind every copy out of buffer i. Only NextBuffer, which waits for it,
-// makes a buffer the one that is filled.
+// Invariant: read_[i] is null or a mark behind every copy out of buffer i. Only NextBuffer, which waits for
+// it, makes a buffer the one that is filled.
 #include "cache/cuda/staged_copies.h"
 
 #include <algorithm>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 
 namespace latentd {
 
-StagedCopies::StagedCopies(std::unique_ptr<CopyEngine> engine, std::vector<void*> buffers, int64_t buffer_bytes)
+StagedCopies::StagedCopies(std::unique_ptr<CopyEngine> engine, std::vector<void*> buffers,
+                           int64_t buffer_bytes)
     : engine_(std::move(engine)),
       buffers_(std::move(buffers)),
       buffer_bytes_(buffer_bytes),

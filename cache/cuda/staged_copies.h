@@ -1,8 +1,8 @@
 // Copies from pageable host memory to a device that computes and copies on queues of its own.
 //
-// A device reads memory at full speed, and beside computing, only when it is pinned; weights lie in mappings of
-// files. So a thread carries the bytes into a ring of pinned buffers, and the device fetches them from there.
-// Three orders are kept, all of them on the device, so that nobody waits for more than it needs:
+// A device reads memory at full speed, and beside computing, only when it is pinned; weights lie in mappings
+// of files. So a thread carries the bytes into a ring of pinned buffers, and the device fetches them from
+// there. Three orders are kept, all of them on the device, so that nobody waits for more than it needs:
 //
 //   compute queue   … reads the slot ──┐ Begin                         ┌ Await … reads the slot
 //                                      └─ a copy starts behind it      │
@@ -23,13 +23,13 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "cache/base/mutex.h"
 #include "cache/device.h"
-#include "cache/mutex.h"
 
 namespace latentd {
 
-// What StagedCopies asks of a device: a compute queue, which belongs to the thread that computes, and one copy
-// queue. Everything but Wait and Drain returns at once. Errors: those of Device::CopyIn.
+// What StagedCopies asks of a device: a compute queue, which belongs to the thread that computes, and one
+// copy queue. Everything but Wait and Drain returns at once. Errors: those of Device::CopyIn.
 class CopyEngine {
  public:
   // A place in a queue: passed when everything before it is done.
@@ -42,8 +42,8 @@ class CopyEngine {
   virtual absl::StatusOr<Mark> MarkCompute() = 0;
   virtual absl::Status ComputeAfter(const Mark& mark) = 0;
 
-  // On the copy thread: what is copied from here on waits for a place in the compute queue; a copy from pinned
-  // memory, which is read until a later mark is passed; a place behind all copies.
+  // On the copy thread: what is copied from here on waits for a place in the compute queue; a copy from
+  // pinned memory, which is read until a later mark is passed; a place behind all copies.
   virtual absl::Status CopyAfter(const Mark& mark) = 0;
   virtual absl::Status Copy(void* to, const void* pinned, int64_t bytes) = 0;
   virtual absl::StatusOr<Mark> MarkCopies() = 0;
@@ -57,8 +57,8 @@ class CopyEngine {
 
 class StagedCopies : public CopyStream {
  public:
-  // `buffers`: at least two pinned buffers of `buffer_bytes` each, a multiple of kDeviceAlignment. They belong
-  // to the engine, which ends with this, after the last copy.
+  // `buffers`: at least two pinned buffers of `buffer_bytes` each, a multiple of kDeviceAlignment. They
+  // belong to the engine, which ends with this, after the last copy.
   StagedCopies(std::unique_ptr<CopyEngine> engine, std::vector<void*> buffers, int64_t buffer_bytes);
   ~StagedCopies() override;
 
@@ -82,8 +82,8 @@ class StagedCopies : public CopyStream {
   const std::vector<void*> buffers_;
   const int64_t buffer_bytes_;
 
-  // Of the copy thread: the buffer that is filled, how far, and what the device must have passed before a buffer
-  // can be filled again (null: nothing).
+  // Of the copy thread: the buffer that is filled, how far, and what the device must have passed before a
+  // buffer can be filled again (null: nothing).
   size_t buffer_ = 0;
   int64_t filled_ = 0;
   std::vector<CopyEngine::Mark> read_;

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gtest/gtest.h"
 
 namespace latentd {
@@ -15,9 +15,9 @@ namespace {
 
 constexpr int64_t kBufferBytes = 256;
 
-// A device with a compute and a copy queue, as reluctant as a real one may be: nothing runs before somebody waits
-// for it, except that copies run at once where nothing holds them (kEager). What would go wrong on some day with
-// a real device goes wrong always here.
+// A device with a compute and a copy queue, as reluctant as a real one may be: nothing runs before somebody
+// waits for it, except that copies run at once where nothing holds them (kEager). What would go wrong on some
+// day with a real device goes wrong always here.
 class FakeDevice {
  public:
   enum Mode { kLazy, kEager };
@@ -185,7 +185,8 @@ TEST_P(StagedCopiesTest, ACopyComesAfterWhatWasComputedBeforeItAndBeforeWhatIsCo
     from[i] = kept;
   }
   device.Synchronize();
-  for (size_t i = 0; i < seen.size(); ++i) EXPECT_EQ(seen[i], Pattern(kSlotBytes, static_cast<int>(7 * i))) << i;
+  for (size_t i = 0; i < seen.size(); ++i)
+    EXPECT_EQ(seen[i], Pattern(kSlotBytes, static_cast<int>(7 * i))) << i;
 }
 
 // As weights are streamed: two slots, the next block under way while one is computed with.

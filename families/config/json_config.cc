@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "cache/bounded_json.h"
-#include "cache/error.h"
-#include "cache/utf8.h"
+#include "cache/base/bounded_json.h"
+#include "cache/base/error.h"
+#include "cache/base/utf8.h"
 #include "nlohmann/json.hpp"
 
 namespace latentd {

@@ -22,7 +22,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "cache/text_file.h"
+#include "cache/base/text_file.h"
 
 namespace latentd {
 
@@ -64,7 +64,8 @@ class JsonConfig {
   // A token: a string, or an object with the string under "content".
   std::string Token(absl::string_view key, absl::string_view fallback);
   bool IsObject(absl::string_view key) const;
-  // The objects under `key`, which is an array of them, or an object of them by name. Check the status of each.
+  // The objects under `key`, which is an array of them, or an object of them by name. Check the status of
+  // each.
   std::vector<std::pair<std::string, JsonConfig>> Objects(absl::string_view key);
   // An array of ["text", number].
   std::vector<std::pair<std::string, double>> Scores(absl::string_view key);

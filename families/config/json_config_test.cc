@@ -1,7 +1,7 @@
 #include "families/config/json_config.h"
 
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

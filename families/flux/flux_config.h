@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "cache/weight_files.h"
+#include "cache/weights/weight_files.h"
 
 namespace latentd {
 

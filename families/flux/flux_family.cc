@@ -5,13 +5,13 @@
 #include "ATen/ATen.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
+#include "families/encoders/clip_keys.h"
 #include "families/flux/flux_keys.h"
 #include "families/flux/flux_lora.h"
 #include "families/flux/flux_pipeline.h"
 #include "families/known_models.h"
 #include "families/open_model.h"
-#include "families/text/clip_keys.h"
 
 namespace latentd {
 namespace {

@@ -2,7 +2,7 @@
 #ifndef LATENTD_FAMILIES_FLUX_FLUX_KEYS_H_
 #define LATENTD_FAMILIES_FLUX_FLUX_KEYS_H_
 
-#include "cache/key_map.h"
+#include "cache/weights/key_map.h"
 
 namespace latentd {
 

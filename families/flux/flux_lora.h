@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "cache/component_layout.h"
+#include "cache/weights/component_layout.h"
 #include "patcher/patch_target.h"
 
 namespace latentd {

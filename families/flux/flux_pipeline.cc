@@ -6,7 +6,7 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/request_checks.h"
 #include "families/sampling/noise.h"
 #include "families/vae/picture_codec.h"
@@ -258,10 +258,12 @@ absl::Status FluxPipeline::Encode(const std::string& component, const WeightView
 }
 
 absl::StatusOr<std::vector<TokenCount>> FluxPipeline::CountTokens(const GenerateParams& params) const {
-  const int64_t clip = std::min(parts_.clip_tokenizer->model_max_length(), parts_.clip->config().positions) - 2;
+  const int64_t clip =
+      std::min(parts_.clip_tokenizer->model_max_length(), parts_.clip->config().positions) - 2;
   const int64_t t5 = *params.max_sequence_length - 1;
   std::vector<TokenCount> counts;
-  const auto count = [&](absl::string_view field, const std::string& text, const std::optional<std::string>& second) {
+  const auto count = [&](absl::string_view field, const std::string& text,
+                         const std::optional<std::string>& second) {
     const auto clip_total = static_cast<int64_t>(parts_.clip_tokenizer->Tokenize(text).size());
     counts.push_back({std::string(field), "text_encoder", std::min(clip_total, clip), clip_total});
     const std::string& own = TextFor("text_encoder_2", text, second);
@@ -270,7 +272,8 @@ absl::StatusOr<std::vector<TokenCount>> FluxPipeline::CountTokens(const Generate
                       std::min(t5_total, t5), t5_total});
   };
   count("params.prompt", params.prompt, params.prompt_2);
-  if (UsesNegative(params)) count("params.negative_prompt", *params.negative_prompt, params.negative_prompt_2);
+  if (UsesNegative(params))
+    count("params.negative_prompt", *params.negative_prompt, params.negative_prompt_2);
   return counts;
 }
 
@@ -387,14 +390,16 @@ int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateP
                : parts_.vae->DecodeBytes(*params.width, *params.height, options.tile, use);
   }
   if (component == "transformer") {
-    // Of all pictures: latents before and after a step and the step before, a control image's, and a preview's way.
+    // Of all pictures: latents before and after a step and the step before, a control image's, and a
+    // preview's way.
     const int64_t kept = (params.control_image.defined() ? 7 : 6) * latent_bytes;
     return kept + parts_.transformer->WorkingBytes(*params.max_sequence_length, shape[2] / 2 * (shape[3] / 2),
                                                    prompts, use);
   }
   if (component == "text_encoder") return parts_.clip->WorkingBytes(use);
   const int64_t length = *params.max_sequence_length;
-  return prompts * length * parts_.t5->config().dim * int64_t{sizeof(float)} + parts_.t5->WorkingBytes(length, use);
+  return prompts * length * parts_.t5->config().dim * int64_t{sizeof(float)} +
+         parts_.t5->WorkingBytes(length, use);
 }
 
 std::string FluxPipeline::ShapeKey(const std::string& component, const GenerateParams& params) const {

@@ -12,13 +12,13 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
+#include "families/encoders/clip_text_model.h"
+#include "families/encoders/t5_encoder.h"
 #include "families/family.h"
 #include "families/flux/flux_transformer.h"
 #include "families/sampling/flow_match.h"
-#include "families/text/clip_text_model.h"
-#include "families/text/clip_tokenizer.h"
-#include "families/text/t5_encoder.h"
-#include "families/text/t5_tokenizer.h"
+#include "families/tokenizers/clip_tokenizer.h"
+#include "families/tokenizers/t5_tokenizer.h"
 #include "families/vae/autoencoder_kl.h"
 #include "families/vae/picture_codec.h"
 

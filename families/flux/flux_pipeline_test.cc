@@ -5,7 +5,7 @@
 #include <functional>
 
 #include "ATen/ATen.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -227,7 +227,8 @@ at::Tensor FluxTransformer::operator()(const WeightView& w, const at::Tensor& x,
 
 int64_t FluxTransformer::WorkingBytes(int64_t text_tokens, int64_t image_tokens, int64_t prompts,
                                       const WeightUse& use) const {
-  constexpr int64_t kSlackBytes = 1 << 20;  // modulations, and what is of a prompt's or a picture's first step
+  constexpr int64_t kSlackBytes =
+      1 << 20;  // modulations, and what is of a prompt's or a picture's first step
   const int64_t dim = config_.dim(), mlp = config_.mlp_dim();
   const int64_t n = text_tokens, m = image_tokens, all = n + m;
   const int64_t inner = use.beside_rank * all;  // between the two matrices of a patch
@@ -246,7 +247,8 @@ int64_t FluxTransformer::WorkingBytes(int64_t text_tokens, int64_t image_tokens,
     for (const int64_t tokens : {n, m}) live.Reach(all * dim + tokens * (2 * dim + mlp) + inner);
   }
   for (size_t i = 0; i < single_blocks_.size(); ++i) {
-    // A norm of all; of those that are asked for: [attended | hidden], queries; keys, values and what is attended.
+    // A norm of all; of those that are asked for: [attended | hidden], queries; keys, values and what is
+    // attended.
     const int64_t asked = i + 1 == single_blocks_.size() ? m : all;
     const int64_t kept = all * dim + asked * (dim + mlp);
     live.Reach(kept + asked * dim + 2 * all * dim + inner);

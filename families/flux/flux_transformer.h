@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "cache/component_layout.h"
+#include "cache/weights/component_layout.h"
 #include "families/flux/flux_config.h"
 #include "families/nn/layers.h"
 #include "families/nn/live_floats.h"
@@ -110,8 +110,10 @@ class FluxTransformer {
   at::Tensor operator()(const WeightView& w, const at::Tensor& x, const at::Tensor& vec,
                         const FluxText& text) const;
 
-  // Upper estimate of activation bytes of one call, in fp32, with what `prompts` prompts are made into before it.
-  int64_t WorkingBytes(int64_t text_tokens, int64_t image_tokens, int64_t prompts, const WeightUse& use) const;
+  // Upper estimate of activation bytes of one call, in fp32, with what `prompts` prompts are made into before
+  // it.
+  int64_t WorkingBytes(int64_t text_tokens, int64_t image_tokens, int64_t prompts,
+                       const WeightUse& use) const;
 
  private:
   FluxConfig config_;

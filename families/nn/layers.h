@@ -16,7 +16,7 @@
 #include <string>
 
 #include "ATen/core/Tensor.h"
-#include "cache/component_layout.h"
+#include "cache/weights/component_layout.h"
 #include "patcher/weight_view.h"
 
 namespace latentd {

@@ -90,8 +90,8 @@ TEST(LayersTest, NormAndTurnIsTheFormulaBothWays) {
 
 TEST(LayersTest, GroupNormIsTheFormulaBothWays) {
   at::manual_seed(4);
-  // The mean of the squares is 29 where the deviation's is 4: what it is wrong by, a rounding (6e-8) for each of the few
-  // sums that it is made of, is seven times that in the deviation.
+  // The mean of the squares is 29 where the deviation's is 4: what it is wrong by, a rounding (6e-8) for each
+  // of the few sums that it is made of, is seven times that in the deviation.
   constexpr double kOurs = 3e-6;
   constexpr double kLibrarys = 3 * kOurs;  // without vectors it adds up one number after the other
   // More places than are summed up at a time, and a mean that is large beside the deviation.

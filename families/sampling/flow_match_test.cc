@@ -4,7 +4,7 @@
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

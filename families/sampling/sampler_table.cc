@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/sampling/sampler.h"
 #include "families/sampling/sampler_plan.h"
 #include "families/sampling/scheduler_config.h"

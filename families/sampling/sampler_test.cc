@@ -7,7 +7,7 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/sampling/beta_quantile.h"
 #include "families/sampling/sampler_plan.h"
 #include "families/sampling/scheduler_config.h"

@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/config/json_config.h"
 #include "families/request_checks.h"
 
@@ -223,7 +223,8 @@ class ClassReader {
                                                                 {"trailing", TimestepSpacing::kTrailing},
                                                                 {"linspace", TimestepSpacing::kLinspace}});
     if (Reads("steps_offset")) noise_.steps_offset = json_.Int("steps_offset", 0, 0, 100);
-    if (source_.trailing && HasWord(of_.keys, "timestep_spacing")) noise_.spacing = TimestepSpacing::kTrailing;
+    if (source_.trailing && HasWord(of_.keys, "timestep_spacing"))
+      noise_.spacing = TimestepSpacing::kTrailing;
     if (source_.sd1 && HasWord(of_.keys, "steps_offset")) noise_.steps_offset = 1;
     if (Reads("set_alpha_to_one")) noise_.set_alpha_to_one = json_.Bool("set_alpha_to_one", false);
     noise_.zero_terminal_snr = Bool("rescale_betas_zero_snr", false);

@@ -16,9 +16,12 @@ struct Kind {
 };
 
 constexpr Kind kKinds[] = {
-    {"lightning", "lightning", false, "euler", true}, {"turbo", "turbo", false, "euler_a", true},
-    {"hyper", "hyper-sd", false, "", true},           {"hyper", "hyper_sd", false, "", true},
-    {"hyper", "hypersd", false, "", true},            {"dmd2", "dmd2", true, "lcm", false},
+    {"lightning", "lightning", false, "euler", true},
+    {"turbo", "turbo", false, "euler_a", true},
+    {"hyper", "hyper-sd", false, "", true},
+    {"hyper", "hyper_sd", false, "", true},
+    {"hyper", "hypersd", false, "", true},
+    {"dmd2", "dmd2", true, "lcm", false},
     {"lcm", "lcm", true, "lcm", false},
 };
 
@@ -39,7 +42,8 @@ int64_t Steps(absl::string_view name) {
     size_t end = at;
     if (end > 0 && (name[end - 1] == '-' || name[end - 1] == '_' || name[end - 1] == ' ')) --end;
     int64_t number = 0, scale = 1;
-    for (; end > 0 && absl::ascii_isdigit(static_cast<unsigned char>(name[end - 1])) && scale <= 1000; scale *= 10) {
+    for (; end > 0 && absl::ascii_isdigit(static_cast<unsigned char>(name[end - 1])) && scale <= 1000;
+         scale *= 10) {
       number += scale * (name[--end] - '0');
     }
     if (number > 0 && number < 100) return number;
@@ -61,7 +65,8 @@ std::optional<Distilled> DistilledByName(absl::string_view name) {
   return std::nullopt;
 }
 
-std::optional<Distilled> FindDistilled(const std::map<std::string, std::string>& header, absl::string_view path) {
+std::optional<Distilled> FindDistilled(const std::map<std::string, std::string>& header,
+                                       absl::string_view path) {
   if (const auto title = header.find("modelspec.title"); title != header.end()) {
     if (auto found = DistilledByName(title->second)) return found;
   }

@@ -35,15 +35,17 @@ TEST(Distilled, IsToldByTheNamesThatPeopleKnow) {
 }
 
 TEST(Distilled, IsNotReadIntoOtherNames) {
-  for (const char* name : {"v1-5-pruned-emaonly.safetensors", "sd_xl_base_1.0.safetensors", "hyperrealism_v3.safetensors",
-                           "filmcmix.safetensors", "trained_20000steps.safetensors", ""}) {
+  for (const char* name :
+       {"v1-5-pruned-emaonly.safetensors", "sd_xl_base_1.0.safetensors", "hyperrealism_v3.safetensors",
+        "filmcmix.safetensors", "trained_20000steps.safetensors", ""}) {
     EXPECT_FALSE(DistilledByName(name)) << name;
   }
   EXPECT_EQ(DistilledByName("turbo_20000steps")->steps, 4) << "steps of its training";
 }
 
 TEST(Distilled, ATitleGoesBeforeAName) {
-  EXPECT_EQ(FindDistilled({{"modelspec.title", "SDXL Lightning 8 steps"}}, "/m/turbo.safetensors")->variant, "lightning");
+  EXPECT_EQ(FindDistilled({{"modelspec.title", "SDXL Lightning 8 steps"}}, "/m/turbo.safetensors")->variant,
+            "lightning");
   EXPECT_EQ(FindDistilled({{"modelspec.title", "My mix"}}, "/m/turbo.safetensors")->variant, "turbo");
   EXPECT_FALSE(FindDistilled({}, "/turbo/mix.safetensors")) << "folders are not the file's";
 }

@@ -11,7 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
-#include "cache/mutex.h"
+#include "cache/base/mutex.h"
 
 namespace latentd {
 namespace {

@@ -4,8 +4,8 @@
 
 #include <string>
 
-#include "cache/key_map.h"
-#include "cache/weight_files.h"
+#include "cache/weights/key_map.h"
+#include "cache/weights/weight_files.h"
 #include "families/sd/unet.h"
 
 namespace latentd {

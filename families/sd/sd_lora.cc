@@ -2,8 +2,8 @@
 
 #include <utility>
 
+#include "families/encoders/clip_keys.h"
 #include "families/sd/sd_keys.h"
-#include "families/text/clip_keys.h"
 
 namespace latentd {
 namespace {

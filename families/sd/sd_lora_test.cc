@@ -8,9 +8,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "families/encoders/clip_text_model.h"
 #include "families/lora_test_util.h"
 #include "families/sd/sd_keys.h"
-#include "families/text/clip_text_model.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

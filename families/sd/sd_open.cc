@@ -9,13 +9,13 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/config/json_config.h"
+#include "families/encoders/clip_keys.h"
 #include "families/known_models.h"
 #include "families/open_model.h"
 #include "families/sd/sd_keys.h"
 #include "families/sd/sd_lora.h"
-#include "families/text/clip_keys.h"
 
 namespace latentd {
 namespace {
@@ -295,7 +295,8 @@ absl::StatusOr<SdParts> OpenSdModel(const ModelFiles& files, SdKind kind) {
   ASSIGN_OR_RETURN(Component vae, DescribeVaeOf(checkpoint, base, kind, parts));
   parts.components.push_back(std::move(unet));
   parts.components.push_back(std::move(vae));
-  ASSIGN_OR_RETURN(parts.scheduler, ReadScheduler(checkpoint, base, kind, parts.distilled && parts.distilled->trailing));
+  ASSIGN_OR_RETURN(parts.scheduler,
+                   ReadScheduler(checkpoint, base, kind, parts.distilled && parts.distilled->trailing));
   RETURN_IF_ERROR(CheckFit(parts));
   parts.variant = parts.unet->config().in_channels == parts.unet->config().out_channels ? "base" : "inpaint";
   parts.defaults.sampler = parts.scheduler->sampler();

@@ -11,7 +11,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "cache/weight_files.h"
+#include "cache/weights/weight_files.h"
 #include "families/family.h"
 #include "families/sampling/scheduler_config.h"
 #include "families/sd/sd_pipeline.h"
@@ -37,9 +37,9 @@ absl::Status SetModelDefaults(const ModelFiles& files, double embedded_guidance,
 // The folder whose settings describe the model.
 const std::string& BaseFolder(const ModelFiles& files);
 
-// The scheduler of a model in `base`, and what marks in its checkpoint (null: a folder) say of it; `trailing`:
-// SchedulerSource has it. Its class is that of model_index.json. Errors: those of SchedulerConfig::Load; UNSUPPORTED_MODEL for marks of EDM
-// that the folder's scheduler does not fit.
+// The scheduler of a model in `base`, and what marks in its checkpoint (null: a folder) say of it;
+// `trailing`: SchedulerSource has it. Its class is that of model_index.json. Errors: those of
+// SchedulerConfig::Load; UNSUPPORTED_MODEL for marks of EDM that the folder's scheduler does not fit.
 absl::StatusOr<std::shared_ptr<const SchedulerConfig>> ReadScheduler(
     const std::shared_ptr<const WeightFiles>& checkpoint, const std::string& base, SdKind kind,
     bool trailing = false);

@@ -7,13 +7,13 @@
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
+#include "families/encoders/text_embedding.h"
+#include "families/prompt/embedding_triggers.h"
 #include "families/request_checks.h"
 #include "families/sd/sd_denoiser.h"
 #include "families/sd/sd_masks.h"
 #include "families/sd/sd_paste.h"
-#include "families/text/embedding_triggers.h"
-#include "families/text/text_embedding.h"
 #include "families/working_memory.h"
 
 namespace latentd {

@@ -18,7 +18,9 @@
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "families/encoders/clip_text_model.h"
 #include "families/family.h"
+#include "families/prompt/prompt_schedule.h"
 #include "families/sampling/sampler.h"
 #include "families/sampling/scheduler_config.h"
 #include "families/sd/distilled.h"
@@ -26,8 +28,6 @@
 #include "families/sd/sd_text.h"
 #include "families/sd/sd_tiles.h"
 #include "families/sd/unet.h"
-#include "families/text/clip_text_model.h"
-#include "families/text/prompt_schedule.h"
 #include "families/vae/autoencoder_kl.h"
 #include "families/vae/picture_codec.h"
 

@@ -5,7 +5,7 @@
 #include <functional>
 
 #include "ATen/ATen.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/sd/sd_denoiser.h"
 #include "families/sd/sd_masks.h"
 #include "families/sd15/sd15_pipeline.h"

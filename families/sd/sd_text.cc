@@ -5,10 +5,10 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
-#include "families/text/embedding_triggers.h"
-#include "families/text/prompt_conditioning.h"
-#include "families/text/prompt_windows.h"
+#include "cache/base/error.h"
+#include "families/prompt/embedding_triggers.h"
+#include "families/prompt/prompt_conditioning.h"
+#include "families/prompt/prompt_windows.h"
 
 namespace latentd {
 namespace {

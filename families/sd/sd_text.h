@@ -11,9 +11,9 @@
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "families/text/clip_text_model.h"
-#include "families/text/clip_tokenizer.h"
-#include "families/text/prompt.h"
+#include "families/encoders/clip_text_model.h"
+#include "families/prompt/prompt.h"
+#include "families/tokenizers/clip_tokenizer.h"
 #include "patcher/weight_view.h"
 
 namespace latentd {

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "cache/component_layout.h"
+#include "cache/weights/component_layout.h"
 #include "families/nn/layers.h"
 #include "families/nn/live_floats.h"
 #include "families/sd/unet_blocks.h"

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "cache/component_layout.h"
+#include "cache/weights/component_layout.h"
 #include "families/nn/layers.h"
 #include "families/sd/unet_config.h"
 #include "patcher/weight_view.h"

@@ -2,9 +2,9 @@
 #include "families/sd/unet.h"
 
 #include "ATen/ATen.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
+#include "families/encoders/clip_text_model.h"
 #include "families/sd/sd_keys.h"
-#include "families/text/clip_text_model.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

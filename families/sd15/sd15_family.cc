@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "ATen/ATen.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/open_model.h"
 #include "families/sd/sd_open.h"
 #include "families/sd15/sd15_pipeline.h"

@@ -4,7 +4,7 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/config/json_config.h"
 #include "families/open_model.h"
 #include "families/sd/sd_open.h"

@@ -2,7 +2,7 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/request_checks.h"
 
 namespace latentd {

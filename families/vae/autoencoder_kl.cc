@@ -6,8 +6,8 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
-#include "cache/mutex.h"
+#include "cache/base/error.h"
+#include "cache/base/mutex.h"
 #include "families/config/json_config.h"
 #include "families/vae/tiling.h"
 
@@ -479,7 +479,8 @@ VaeFileLayout DetectVaeFileLayout(const WeightFiles& files, const AutoencoderKlC
 
 bool HasVae(const WeightFiles& checkpoint) {
   const auto& tensors = checkpoint.tensors();
-  return tensors.count("first_stage_model.decoder.conv_in.weight") != 0 || tensors.count("vae.decoder.conv_in.weight") != 0;
+  return tensors.count("first_stage_model.decoder.conv_in.weight") != 0 ||
+         tensors.count("vae.decoder.conv_in.weight") != 0;
 }
 
 }  // namespace latentd

@@ -17,9 +17,9 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
-#include "cache/component_layout.h"
-#include "cache/key_map.h"
-#include "cache/weight_files.h"
+#include "cache/weights/component_layout.h"
+#include "cache/weights/key_map.h"
+#include "cache/weights/weight_files.h"
 #include "families/nn/layers.h"
 #include "families/nn/live_floats.h"
 #include "patcher/weight_view.h"

@@ -5,7 +5,7 @@
 
 #include "ATen/ATen.h"
 #include "families/finite_watch.h"
-#include "families/image/resize.h"
+#include "families/vae/resize.h"
 
 namespace latentd {
 namespace {

@@ -29,16 +29,18 @@ at::Tensor InTiles(const at::Tensor& x, int64_t in, int64_t out,
   const auto extent = static_cast<int64_t>(static_cast<double>(out) * kTileOverlap);
   const int64_t kept = out - extent;
 
-  std::vector<at::Tensor> result;        // finished rows
-  std::vector<at::Tensor> above, row;    // tiles, blended
+  std::vector<at::Tensor> result;      // finished rows
+  std::vector<at::Tensor> above, row;  // tiles, blended
   for (int64_t top = 0; top < height; top += stride) {
     row.clear();
     std::vector<at::Tensor> cut;
     for (int64_t left = 0; left < width; left += stride) {
-      at::Tensor tile = f(x.narrow(2, top, std::min(in, height - top)).narrow(3, left, std::min(in, width - left)));
+      at::Tensor tile =
+          f(x.narrow(2, top, std::min(in, height - top)).narrow(3, left, std::min(in, width - left)));
       if (top > 0) FadeIn(above[row.size()], tile, 2, extent);
       if (left > 0) FadeIn(row.back(), tile, 3, extent);
-      cut.push_back(tile.narrow(2, 0, std::min(kept, tile.size(2))).narrow(3, 0, std::min(kept, tile.size(3))));
+      cut.push_back(
+          tile.narrow(2, 0, std::min(kept, tile.size(2))).narrow(3, 0, std::min(kept, tile.size(3))));
       row.push_back(std::move(tile));
     }
     result.push_back(at::cat(cut, 3));

@@ -14,8 +14,8 @@ namespace latentd {
 // Share of a tile that its neighbour covers too.
 inline constexpr double kTileOverlap = 0.25;
 
-// x: [N, C, h, w] → f's result for all of it, [N, C', h · out/in, w · out/in], where `f` turns a tile of `in` ×
-// `in` places (less at the right and below) into one of `out` × `out`. REQUIRES: in and out are at least 4.
+// x: [N, C, h, w] → f's result for all of it, [N, C', h · out/in, w · out/in], where `f` turns a tile of `in`
+// × `in` places (less at the right and below) into one of `out` × `out`. REQUIRES: in and out are at least 4.
 at::Tensor InTiles(const at::Tensor& x, int64_t in, int64_t out,
                    const std::function<at::Tensor(const at::Tensor&)>& f);
 

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "ATen/ATen.h"
-#include "cache/host_tensor.h"
+#include "cache/weights/host_tensor.h"
 #include "patcher/model_patch.h"
 
 namespace latentd::bench {

@@ -22,7 +22,7 @@
 #include "absl/status/statusor.h"
 #include "cache/device.h"
 #include "cache/model_cache.h"
-#include "cache/weight_stream.h"
+#include "cache/weights/weight_stream.h"
 #include "families/family.h"
 #include "patcher/layer_patcher.h"
 #include "patcher/overlay.h"

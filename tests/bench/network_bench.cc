@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "ATen/ATen.h"
-#include "cache/weight_set.h"
+#include "cache/weights/weight_set.h"
 #include "families/open_model.h"
 #include "families/sd/sd_lora.h"
 #include "families/sd/unet.h"

@@ -1,9 +1,10 @@
-// Pictures that clients send: sizes are checked from the header, and what is decoded has them. What they say beside.
+// Pictures that clients send: sizes are checked from the header, and what is decoded has them. What they say
+// beside.
 #include <cstdint>
 #include <cstdlib>
 
-#include "server/image_codec.h"
-#include "server/image_metadata.h"
+#include "server/media/image_codec.h"
+#include "server/media/image_metadata.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const absl::string_view file(reinterpret_cast<const char*>(data), size);

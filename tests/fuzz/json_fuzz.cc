@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <string>
 
-#include "cache/bounded_json.h"
+#include "cache/base/bounded_json.h"
 #include "families/config/json_config.h"
 
 namespace {

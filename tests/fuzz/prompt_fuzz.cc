@@ -6,11 +6,11 @@
 #include <memory>
 #include <string>
 
-#include "families/text/clip_tokenizer.h"
-#include "families/text/embedding_triggers.h"
-#include "families/text/prompt.h"
-#include "families/text/prompt_schedule.h"
-#include "families/text/prompt_windows.h"
+#include "families/prompt/embedding_triggers.h"
+#include "families/prompt/prompt.h"
+#include "families/prompt/prompt_schedule.h"
+#include "families/prompt/prompt_windows.h"
+#include "families/tokenizers/clip_tokenizer.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <cstdlib>
 
-#include "cache/safetensors_header.h"
+#include "cache/weights/safetensors_header.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const absl::string_view file(reinterpret_cast<const char*>(data), size);

@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <string>
 
-#include "families/text/sentencepiece_model.h"
+#include "families/tokenizers/sentencepiece_model.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string bytes(reinterpret_cast<const char*>(data), size);

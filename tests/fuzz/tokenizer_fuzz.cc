@@ -11,8 +11,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "families/text/clip_tokenizer.h"
-#include "families/text/t5_tokenizer.h"
+#include "families/tokenizers/clip_tokenizer.h"
+#include "families/tokenizers/t5_tokenizer.h"
 
 namespace {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "cache/weight_files.h"
+#include "cache/weights/weight_files.h"
 #include "families/family.h"
 #include "patcher/layer_patcher.h"
 #include "patcher/overlay.h"

@@ -70,7 +70,8 @@ struct Case {
 class LoraGolden : public testing::TestWithParam<Case> {};
 
 // Runs the golden's request with a LoRA on every component and compares each latent.
-void CheckRun(const std::string& name, const Golden& golden, const Pipeline& pipeline, const Overlays& overlays) {
+void CheckRun(const std::string& name, const Golden& golden, const Pipeline& pipeline,
+              const Overlays& overlays) {
   GenerateParams params;
   params.prompt = golden.Text("prompt");
   params.width = golden.Int("width");
@@ -81,7 +82,8 @@ void CheckRun(const std::string& name, const Golden& golden, const Pipeline& pip
   params.seeds = {static_cast<uint64_t>(golden.Ints("seed.0")[0])};
   const RunResult result = Generate(pipeline, params, overlays);
   EXPECT_LE(Report(name + " t5", RelativeError(result.conditioning.at("t5"), golden["t5"])), kBlockTolerance);
-  EXPECT_LE(Report(name + " pooled", RelativeError(result.conditioning.at("pooled"), golden["pooled"])), kBlockTolerance);
+  EXPECT_LE(Report(name + " pooled", RelativeError(result.conditioning.at("pooled"), golden["pooled"])),
+            kBlockTolerance);
   double error = 0;
   for (size_t k = 0; k < result.latents.size(); ++k) {
     error = std::max(error, RelativeError(result.latents[k], golden[absl::StrCat("latents.0.", k + 1)]));

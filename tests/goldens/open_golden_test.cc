@@ -8,7 +8,7 @@
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/flux/flux_pipeline.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

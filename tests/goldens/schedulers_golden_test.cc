@@ -9,7 +9,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/sampling/sampler.h"
 #include "families/sd/sd_open.h"
 #include "gmock/gmock.h"
@@ -23,8 +23,9 @@ namespace {
 constexpr double kTolerance = 1e-4;
 constexpr double kWobbles = 4;
 
-// A timestep of a level that is cut off or rounded may lie on the edge between two, and an edge falls to either side with
-// kernels that round otherwise than those that the goldens were made with: of so few cases, and by so little.
+// A timestep of a level that is cut off or rounded may lie on the edge between two, and an edge falls to
+// either side with kernels that round otherwise than those that the goldens were made with: of so few cases,
+// and by so little.
 constexpr double kEdgeShare = 0.005, kEdgeError = 0.1;
 
 // What is refused of the classes that are served, and nothing else is: class, what the error names. Cases

@@ -9,7 +9,7 @@
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "families/sd/sd_open.h"
 #include "families/sd/sd_pipeline.h"
 #include "gmock/gmock.h"
@@ -140,7 +140,8 @@ TEST_F(SdOpenGolden, ATrailingAncestralSchedulerIsADistilledModels) {
   EXPECT_EQ((*pipeline)->defaults().steps, 4);
 }
 
-// One checkpoint under the names that people know: its base's settings, then what its name says, then its own.
+// One checkpoint under the names that people know: its base's settings, then what its name says, then its
+// own.
 TEST_F(SdOpenGolden, ACheckpointsNameSaysThatItWasDistilled) {
   Copy("tiny-sdxl");
   std::ofstream(folder_ + "/latentd.json") << R"({"defaults": {"steps": 20, "guidance": 6}})";

@@ -4,10 +4,10 @@
 
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
+#include "families/encoders/clip_keys.h"
+#include "families/encoders/clip_text_model.h"
 #include "families/sd/sd_keys.h"
 #include "families/sd/unet.h"
-#include "families/text/clip_keys.h"
-#include "families/text/clip_text_model.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/goldens/golden.h"

@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "families/text/clip_tokenizer.h"
-#include "families/text/t5_tokenizer.h"
-#include "families/text/unicode.h"
+#include "families/tokenizers/clip_tokenizer.h"
+#include "families/tokenizers/t5_tokenizer.h"
+#include "families/tokenizers/unicode.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
@@ -35,7 +35,8 @@ void Compare(const std::string& name, const Load& load) {
     ASSERT_TRUE(tokenizer.ok()) << folder << ": " << tokenizer.status();
     const auto ids = one.at("ids").get<std::vector<std::vector<int64_t>>>();
     for (size_t i = 0; i < texts.size(); ++i) {
-      EXPECT_EQ((*tokenizer)->Encode(texts[i], golden.at("length")), ids[i]) << folder << " " << i << ": " << texts[i];
+      EXPECT_EQ((*tokenizer)->Encode(texts[i], golden.at("length")), ids[i])
+          << folder << " " << i << ": " << texts[i];
     }
   }
 }
@@ -70,7 +71,8 @@ TEST(Tokenizers, EveryCharacterIsOfTheClassThatItHasInTransformers) {
       const std::string one = Utf8(code);
       const size_t words = ClipWords(absl::StrCat("a", one, one, "a")).size();
       const char kind = words == 1 ? 'L' : words == 2 ? 'W' : words == 4 ? 'N' : 'O';
-      if (kind != kinds[i] && wrong.size() < 20) wrong.push_back(absl::StrCat(absl::Hex(code), " is ", std::string(1, kind)));
+      if (kind != kinds[i] && wrong.size() < 20)
+        wrong.push_back(absl::StrCat(absl::Hex(code), " is ", std::string(1, kind)));
     }
   }
   EXPECT_THAT(wrong, testing::IsEmpty());

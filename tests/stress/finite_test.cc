@@ -3,16 +3,16 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 #include <limits>
+#include <sstream>
 
 #include "ATen/ATen.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gtest/gtest.h"
-#include "server/image_codec.h"
+#include "server/media/image_codec.h"
 #include "tests/stress/in_process_server.h"
 #include "tests/stress/weight_editor.h"
 
@@ -89,8 +89,9 @@ INSTANTIATE_TEST_SUITE_P(Components, FiniteTest, testing::ValuesIn(kBroken), [](
   return absl::StrCat(param.param.component, "_", param.param.phase);
 });
 
-// At the first level of a schedule that begins with nothing but noise, with η of 1, DDIM takes the root of zero,
-// whatever rounding makes of it. (Networks that predict noise divide by zero there, and are refused such samplers.)
+// At the first level of a schedule that begins with nothing but noise, with η of 1, DDIM takes the root of
+// zero, whatever rounding makes of it. (Networks that predict noise divide by zero there, and are refused
+// such samplers.)
 TEST(Finite, TheRootOfZeroIsZero) {
   const char* goldens = std::getenv("LATENTD_GOLDENS");
   const fs::path models = goldens == nullptr ? "build/goldens" : goldens;

@@ -6,7 +6,7 @@
 #include <map>
 
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gtest/gtest.h"
 #include "server/logging.h"
 

@@ -14,7 +14,7 @@
 #include "latentd/v1/denoise.pb.h"
 #include "server/config.h"
 #include "server/server_core.h"
-#include "server/session_scope.h"
+#include "server/session/session_scope.h"
 
 namespace latentd {
 

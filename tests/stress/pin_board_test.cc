@@ -1,4 +1,4 @@
-#include "server/pin_board.h"
+#include "server/catalog/pin_board.h"
 
 #include <atomic>
 #include <future>
@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gtest/gtest.h"
 #include "tests/stress/in_process_server.h"
 

@@ -4,10 +4,10 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gtest/gtest.h"
-#include "server/grpc_errors.h"
-#include "server/planner.h"
+#include "server/rpc/grpc_errors.h"
+#include "server/runtime/planner.h"
 #include "tests/stress/in_process_server.h"
 
 namespace latentd {

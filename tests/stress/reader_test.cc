@@ -1,7 +1,7 @@
 // Clients that do not read: what waits for them is promised, and bounded by holding their jobs.
 #include <atomic>
 
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gtest/gtest.h"
 #include "tests/stress/in_process_server.h"
 

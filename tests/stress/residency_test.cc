@@ -10,7 +10,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gtest/gtest.h"
 #include "tests/stress/in_process_server.h"
 
@@ -237,7 +237,8 @@ TEST(MeasuredWorkingMemory, ReplacesTheEstimateAndSurvivesARestart) {
     EXPECT_GT(phase.working_peak_bytes(), 0) << component;
     EXPECT_LE(phase.working_peak_bytes(), phase.working_bytes()) << component << ": the estimate was too low";
     EXPECT_GE(second[component].working_bytes(), phase.working_peak_bytes()) << component;
-    EXPECT_NE(second[component].working_bytes(), phase.working_bytes()) << component << ": still the estimate";
+    EXPECT_NE(second[component].working_bytes(), phase.working_bytes())
+        << component << ": still the estimate";
     EXPECT_EQ(restarted[component].working_bytes(), second[component].working_bytes()) << component;
     EXPECT_EQ(restarted[component].working_peak_bytes(), phase.working_peak_bytes()) << component;
   }

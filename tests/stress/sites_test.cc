@@ -12,10 +12,10 @@
 #include "ATen/ATen.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gtest/gtest.h"
-#include "server/lora_set.h"
-#include "server/phase_resources.h"
+#include "server/catalog/lora_set.h"
+#include "server/runtime/phase_resources.h"
 #include "tests/stress/in_process_server.h"
 
 namespace latentd {

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
-#include "cache/fault_injection.h"
+#include "cache/base/error.h"
+#include "cache/base/fault_injection.h"
 #include "gtest/gtest.h"
 #include "tests/stress/in_process_server.h"
 

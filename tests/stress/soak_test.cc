@@ -20,8 +20,8 @@ int64_t ResidentBytes() {
   return resident * sysconf(_SC_PAGESIZE);
 }
 
-// What is allocated and not freed, in all arenas of the C library's heap and in its mappings: unlike resident memory
-// it knows nothing of pools, of pages that are given back late, or of how much of an arena lies idle.
+// What is allocated and not freed, in all arenas of the C library's heap and in its mappings: unlike resident
+// memory it knows nothing of pools, of pages that are given back late, or of how much of an arena lies idle.
 int64_t LiveHeapBytes() {
   const struct mallinfo2 heap = mallinfo2();
   return static_cast<int64_t>(heap.uordblks + heap.hblkhd);
@@ -67,7 +67,8 @@ TEST(Soak, TwoHundredAlternatingRunsOfTwoModelsOverACapThatFitsOne) {
   std::cout << "after 50 runs and 200: allocated " << live[50] / 1024 << " and " << live.back() / 1024
             << " KiB (slope " << slope << " bytes per run), resident " << resident[50] / 1024 << " and "
             << resident.back() / 1024 << " KiB\n";
-  // The first runs fill what is kept for the next ones. One leaked conditioning per run would be 16 KiB and more.
+  // The first runs fill what is kept for the next ones. One leaked conditioning per run would be 16 KiB and
+  // more.
   EXPECT_LT(slope, 2048);
   // Pages of arenas that lie idle: they have a bound, not a slope.
   EXPECT_LT(resident.back() - resident[50], 16 << 20);

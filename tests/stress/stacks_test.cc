@@ -6,10 +6,10 @@
 #include "ATen/ATen.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "cache/weight_set.h"
+#include "cache/base/sha256.h"
+#include "cache/weights/weight_set.h"
 #include "gtest/gtest.h"
-#include "server/image_codec.h"
-#include "server/sha256.h"
+#include "server/media/image_codec.h"
 #include "tests/stress/in_process_server.h"
 #include "tests/stress/weight_editor.h"
 

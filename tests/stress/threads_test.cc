@@ -1,6 +1,6 @@
 // A system that gives no more threads: the server says so at start, and goes on with what it has later.
-#include "cache/error.h"
-#include "cache/fault_injection.h"
+#include "cache/base/error.h"
+#include "cache/base/fault_injection.h"
 #include "gtest/gtest.h"
 #include "tests/stress/in_process_server.h"
 

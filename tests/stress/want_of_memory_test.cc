@@ -1,5 +1,5 @@
-// What a phase does when memory is short, on the whole server: what is tried before anybody waits, guesses that are no
-// limits, and who gives way to whom.
+// What a phase does when memory is short, on the whole server: what is tried before anybody waits, guesses
+// that are no limits, and who gives way to whom.
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -8,11 +8,11 @@
 #include "ATen/ATen.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "cache/error.h"
+#include "cache/base/error.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
-#include "server/grpc_errors.h"
-#include "server/planner.h"
+#include "server/rpc/grpc_errors.h"
+#include "server/runtime/planner.h"
 #include "tests/stress/in_process_server.h"
 
 namespace latentd {
@@ -62,8 +62,8 @@ class WideLora {
     root_ = mkdtemp(pattern.data());
     nlohmann::json header;
     std::string data;
-    for (const auto& [name, shape] : std::map<std::string, std::vector<int64_t>>{
-             {"lora_A", {rank, 128}}, {"lora_B", {128, rank}}}) {
+    for (const auto& [name, shape] :
+         std::map<std::string, std::vector<int64_t>>{{"lora_A", {rank, 128}}, {"lora_B", {128, rank}}}) {
       const at::Tensor tensor = at::full(shape, 1e-3);
       const size_t begin = data.size();
       data.append(static_cast<const char*>(tensor.const_data_ptr()), static_cast<size_t>(tensor.nbytes()));
@@ -259,7 +259,8 @@ TEST(MeasuredWorkingMemory, OfAJobWithoutLorasIsNotThatOfOneWithThem) {
   EXPECT_FALSE(plan({Lora("wide")}).working_measured()) << "measured without";
   const Outcome with = server.Generate(Sized(256), {Lora("wide")});
   ASSERT_TRUE(with.status.ok()) << with.status;
-  const v1::PhaseReport &without_lora = PhaseOf(plain, "transformer"), &with_lora = PhaseOf(with, "transformer");
+  const v1::PhaseReport &without_lora = PhaseOf(plain, "transformer"),
+                        &with_lora = PhaseOf(with, "transformer");
   EXPECT_GT(with_lora.working_peak_bytes(), without_lora.working_bytes()) << "the LoRA is not wide enough";
   EXPECT_LE(with_lora.working_peak_bytes(), with_lora.working_bytes());
   EXPECT_TRUE(with.adapted.empty());
@@ -268,7 +269,8 @@ TEST(MeasuredWorkingMemory, OfAJobWithoutLorasIsNotThatOfOneWithThem) {
   EXPECT_LT(plan({}).working_bytes(), with_lora.working_peak_bytes());
 }
 
-// ---------------------------------------------------------------------------------------------- between phases
+// ---------------------------------------------------------------------------------------------- between
+// phases
 
 // The job has denoised, and waits for host memory for its file; its latents are on the device meanwhile.
 TEST(Latents, StayPromisedBetweenPhases) {
@@ -318,12 +320,14 @@ TEST(Priorities, AreCutToTheHighestThereIs) {
 TEST(AParkedJob, GivesWayToAMoreUrgentOneAndLosesNothing) {
   v1::GenerateParams long_job = Sized(128, 400), urgent = Sized(192, 2), low_job = Sized(128, 200);
   // The VAE takes more than there will be.
-  for (v1::GenerateParams* job : {&long_job, &urgent, &low_job}) job->set_image_format(v1::IMAGE_FORMAT_LATENTS);
+  for (v1::GenerateParams* job : {&long_job, &urgent, &low_job})
+    job->set_image_format(v1::IMAGE_FORMAT_LATENTS);
   Config config = InProcessServer::DefaultConfig({"sim:0=1GiB"});
   config.memory_wait_timeout = kForEver;
   config.priority_ageing = absl::InfiniteDuration();
   InProcessServer server(config);
-  const std::vector<std::string> low_alone = server.Generate(low_job).sha256, urgent_alone = server.Generate(urgent).sha256;
+  const std::vector<std::string> low_alone = server.Generate(low_job).sha256,
+                                 urgent_alone = server.Generate(urgent).sha256;
   ASSERT_FALSE(low_alone.empty() || urgent_alone.empty());
   const Outcome low_measured = server.Generate(low_job), urgent_measured = server.Generate(urgent);
   const v1::PhaseReport& small = PhaseOf(low_measured, "transformer");

@@ -6,7 +6,7 @@
 #include "ATen/ATen.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "cache/weight_files.h"
+#include "cache/weights/weight_files.h"
 #include "gtest/gtest.h"
 
 namespace latentd {

@@ -1,0 +1,546 @@
+#include "server/runtime/job.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "cache/base/error.h"
+#include "families/finite_watch.h"
+#include "families/request_checks.h"
+#include "server/catalog/embedding_set.h"
+#include "server/logging.h"
+#include "server/media/image_codec.h"
+#include "server/media/picture_memory.h"
+#include "server/media/picture_record.h"
+#include "server/rpc/params.h"
+#include "server/runtime/conditioning_key.h"
+#include "server/runtime/job_record.h"
+#include "server/runtime/measurements.h"
+#include "server/runtime/memory_meter.h"
+#include "server/runtime/tensor_guard.h"
+#include "server/server_core.h"
+#include "spdlog/spdlog.h"
+
+namespace latentd {
+namespace {
+
+constexpr absl::Duration kLoadingEventInterval = absl::Milliseconds(100);
+// A phase's code does not know what the component that it computes with is called.
+absl::Status WithComponent(const absl::Status& status, const std::string& component) {
+  if (ErrorReason(status) != "NON_FINITE") return status;
+  ErrorDetails details = GetErrorDetails(status);
+  details["component"] = component;
+  return MakeError(status.code(), ErrorReason(status), absl::StrCat(component, ": ", status.message()),
+                   details);
+}
+
+double Ms(absl::Duration d) { return absl::ToDoubleMilliseconds(d); }
+
+v1::TokenCount ToProto(const TokenCount& tokens) {
+  v1::TokenCount proto;
+  proto.set_field(tokens.field);
+  proto.set_component(tokens.component);
+  proto.set_read(static_cast<int>(tokens.read));
+  proto.set_total(static_cast<int>(tokens.total));
+  return proto;
+}
+
+v1::Warning CutWarning(const TokenCount& tokens) {
+  v1::Warning warning;
+  warning.set_reason("PROMPT_CUT");
+  warning.set_field(tokens.field);
+  warning.set_message(absl::StrCat(tokens.component, " read ", tokens.read, " of ", tokens.total,
+                                   " tokens; what is behind them does nothing"));
+  return warning;
+}
+
+// Adds the time until its end to a field of the timings.
+class Stopwatch {
+ public:
+  explicit Stopwatch(std::function<void(double)> add) : add_(std::move(add)) {}
+  ~Stopwatch() { add_(ms()); }
+  double ms() const { return Ms(absl::Now() - start_); }
+
+ private:
+  std::function<void(double)> add_;
+  absl::Time start_ = absl::Now();
+};
+
+}  // namespace
+
+Job::Job(ServerCore* core, JobSetup setup) : core_(core), setup_(std::move(setup)) {
+  for (const HeldLora& lora : *setup_.loras) reports_.push_back(lora.report);
+  // Apply reports in order of name.
+  std::stable_sort(reports_.begin(), reports_.end(),
+                   [](const PatchReport& a, const PatchReport& b) { return a.name < b.name; });
+}
+
+Job::~Job() = default;
+
+void Job::Start() { OnWorker(&Job::Prepare); }
+
+void Job::Cancel(absl::Status why) {
+  {
+    MutexLock lock(&mu_);
+    if (cancel_status_.ok()) cancel_status_ = std::move(why);
+  }
+  stop_.request_stop();
+  Resume();
+}
+
+absl::Status Job::StopReason() const {
+  if (!stop_.stop_requested()) return absl::OkStatus();
+  MutexLock lock(&mu_);
+  return cancel_status_;
+}
+
+void Job::OnWorker(absl::Status (Job::*what)()) {
+  core_->workers->Submit([self = shared_from_this(), what] {
+    absl::Status status = self->StopReason();
+    if (status.ok()) status = GuardTensorCode("job", [&] { return (self.get()->*what)(); });
+    if (!status.ok()) self->Finish(status);
+  });
+}
+
+std::string Job::device() const {
+  const Executor* home = home_;
+  return home == nullptr ? "" : home->device().name();
+}
+
+absl::Status Job::Prepare() {
+  phase_ = v1::JobInfo::PHASE_LOADING;
+  const Pipeline& pipeline = *setup_.model->pipeline;
+  ASSIGN_OR_RETURN(params_, ParamsFromProto(setup_.request, core_->config));
+  for (const PatchReport& report : reports_)
+    params_.grown_inputs = std::max(params_.grown_inputs, GrownInputs(report));
+  RETURN_IF_ERROR(LockEmbeddings());
+  RETURN_IF_ERROR(pipeline.Validate(params_));
+  RETURN_IF_ERROR(CheckPixels(params_, core_->config));
+  ASSIGN_OR_RETURN(encode_tiles_, EncodeTiles(setup_.request, pipeline, params_));
+  ASSIGN_OR_RETURN(decode_tiles_, DecodeTiles(setup_.request, pipeline, params_));
+  ASSIGN_OR_RETURN(tokens_, pipeline.CountTokens(params_));
+  notices_ = LoraTagNotices(params_);
+  if (WantsMetadata(setup_.request, core_->config)) {
+    record_ = RecordOfJob(*setup_.model, *setup_.loras, setup_.patch_mode, setup_.request, params_);
+  }
+  // What is kept for the echo needs no picture.
+  ClearPictureFiles(setup_.request);
+  const int64_t decoded = PictureBytes(params_);
+  setup_.request_memory.ShrinkTo(decoded);
+  if (decoded > setup_.request_memory.bytes()) {
+    ASSIGN_OR_RETURN(decoded_memory_,
+                     core_->ram->Reserve({.bytes = decoded - setup_.request_memory.bytes(),
+                                          .use = MemoryUse::kImages,
+                                          .owner = setup_.owner,
+                                          .what = "decoded pictures of a request",
+                                          .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                                          .stop = stop_.get_token()}));
+  }
+  steps_ = static_cast<int>(*params_.steps);
+
+  for (const std::string& component : pipeline.EncoderComponents(params_)) {
+    phases_.push_back({Kind::kEncode, component});
+  }
+  if (params_.has_pictures()) phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
+  phases_.push_back({Kind::kDenoise, pipeline.denoiser_component()});
+  if (setup_.request.image_format() != v1::IMAGE_FORMAT_LATENTS) {
+    phases_.push_back({Kind::kDecode, pipeline.decoder_component()});
+  }
+  home_ = &core_->Place(*setup_.model);  // counts this job; Finish takes it off
+  return AcquirePhase();
+}
+
+absl::Status Job::CheckFiles() const {
+  RETURN_IF_ERROR(setup_.model->Check());
+  for (const HeldLora& lora : *setup_.loras) RETURN_IF_ERROR(lora.handle.resource()->Check());
+  for (const auto& [key, files] : embedding_files_) RETURN_IF_ERROR(files->Check());
+  return absl::OkStatus();
+}
+
+absl::Status Job::LockEmbeddings() {
+  ASSIGN_OR_RETURN(
+      const std::vector<LockRequest> requests,
+      ResolveEmbeddings(*setup_.model->pipeline, *core_->catalog, params_, EmbeddingsOfLoras(*setup_.loras)));
+  if (requests.empty()) return absl::OkStatus();
+  ASSIGN_OR_RETURN(
+      embedding_locks_,
+      core_->cache->LockAll(requests, {.owner = setup_.owner,
+                                       .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                                       .stop = stop_.get_token()}));
+  for (const LockHandle& handle : embedding_locks_) {
+    embedding_files_.emplace_back(handle.key(), handle.As<TextEmbedding>().files());
+  }
+  return SetVectors(*setup_.model->pipeline, embedding_locks_, params_);
+}
+
+void Job::ReleaseEmbeddings() {
+  DropVectors(params_);
+  embedding_locks_.clear();
+}
+
+ModelKey Job::CurrentConditioningKey() const {
+  const std::string& component = phases_[current_].component;
+  std::vector<std::pair<std::string, ConditioningSource>> named;
+  for (const HeldLora& lora : *setup_.loras) {
+    if (!lora.ActiveAt(0) || lora.report.matched.count(component) == 0) continue;
+    named.push_back({lora.name, {lora.handle.key(), StrengthText(lora.weight, lora.blocks, component)}});
+  }
+  std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<ConditioningSource> sources;
+  for (auto& [name, source] : named) sources.push_back(std::move(source));
+  return ConditioningKey(*setup_.model, component, params_, sources, setup_.patch_mode);
+}
+
+bool Job::TakeCachedConditioning() {
+  const std::string& component = phases_[current_].component;
+  LockHandle handle = core_->cache->TryLock(CurrentConditioningKey(), setup_.owner);
+  if (!handle) return false;
+  for (const auto& [name, tensor] : handle.As<ConditioningRecord>().tensors()) conditioning_[name] = tensor;
+  conditioning_locks_.push_back(std::move(handle));
+  v1::PhaseReport report;
+  report.set_component(component);
+  report.set_cached(true);
+  phase_reports_.push_back(std::move(report));
+  return true;
+}
+
+absl::Status Job::KeepConditioning(Conditioning part, double seconds) {
+  for (const auto& [name, tensor] : part) conditioning_[name] = tensor;
+  std::vector<std::string> sources;
+  for (const HeldLora& lora : *setup_.loras) sources.push_back(lora.handle.key().id);
+  for (const LockHandle& embedding : embedding_locks_) sources.push_back(embedding.key().id);
+  sources.push_back(setup_.model->part(phases_[current_].component).key.id);
+  ASSIGN_OR_RETURN(
+      LockHandle handle,
+      core_->cache->Insert(CurrentConditioningKey(), "conditioning",
+                           std::make_shared<const ConditioningRecord>(std::move(part)),
+                           std::move(conditioning_memory_), seconds, setup_.owner, std::move(sources)));
+  conditioning_locks_.push_back(std::move(handle));
+  return absl::OkStatus();
+}
+
+void Job::BeginPhaseResources() {
+  const Phase& phase = phases_[current_];
+  const bool encodes_text = phase.kind == Kind::kEncode;
+  Executor& executor =
+      encodes_text ? core_->PlaceEncoder(*setup_.model, phase.component, *home_.load()) : *home_.load();
+  phase_executor_ = &executor;
+  resources_ = std::make_unique<PhaseResources>(PhaseResources::Setup{
+      .core = core_,
+      .model = setup_.model.get(),
+      .component = phase.component,
+      .params = &params_,
+      .device = &executor.device(),
+      .loras = setup_.loras,
+      .patch_mode = setup_.patch_mode,
+      .owner = setup_.owner,
+      .priority = setup_.priority,
+      .stop = stop_.get_token(),
+      .tiles = phase.kind == Kind::kDecode        ? decode_tiles_
+               : phase.kind == Kind::kEncodeImage ? encode_tiles_
+                                                  : TileChoice{},
+      .encodes_picture = phase.kind == Kind::kEncodeImage,
+      .on_loading = [this, component = phase.component](
+                        int64_t done, int64_t total) { SendLoading(component, done, total); },
+      .on_adapted =
+          [this](v1::JobEvent::Adapted adapted) {
+            v1::JobEvent event;
+            *event.mutable_adapted() = std::move(adapted);
+            Send(std::move(event));
+          }});
+  net_bytes_ = peak_bytes_ = slices_ = 0;
+  slice_seconds_ = 0;
+}
+
+absl::Status Job::AcquirePhase() {
+  RecordMeasurement();
+  while (resources_ == nullptr && phases_[current_].kind == Kind::kEncode && TakeCachedConditioning()) {
+    if (phases_[current_ + 1].kind != Kind::kEncode) SendEncoded();
+    ++current_;
+  }
+  RETURN_IF_ERROR(CheckFiles());
+  const Phase& phase = phases_[current_];
+  if (phase.kind != Kind::kEncode) ReleaseEmbeddings();
+  std::optional<Stopwatch> watch([&](double ms) { timings_.set_load_ms(timings_.load_ms() + ms); });
+  if (phase.kind == Kind::kEncode && conditioning_memory_.bytes() == 0) {
+    ASSIGN_OR_RETURN(
+        conditioning_memory_,
+        core_->ram->Reserve({.bytes = setup_.model->pipeline->ConditioningBytes(phase.component, params_),
+                             .use = MemoryUse::kConditioning,
+                             .owner = setup_.owner,
+                             .what = "conditioning",
+                             .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                             .stop = stop_.get_token()}));
+  }
+  if (phase.kind == Kind::kDecode) {
+    constexpr int64_t kOtherSeed = 64;  // and tile: digits more than those of the first picture
+    RETURN_IF_ERROR(PromisePictures(MaxFileBytes(*params_.width, *params_.height) +
+                                    (record_ ? MaxNotesBytes(NotesOfPicture(0)) + kOtherSeed : 0)));
+  }
+  if (resources_ == nullptr) BeginPhaseResources();
+  RETURN_IF_ERROR(resources_->Acquire(&reports_));
+  SampleMemory();
+  switch (phase.kind) {
+    case Kind::kEncode:
+    case Kind::kEncodeImage:
+      phase_ = v1::JobInfo::PHASE_ENCODING;
+      break;
+    case Kind::kDenoise:
+      phase_ = v1::JobInfo::PHASE_DENOISING;
+      break;
+    case Kind::kDecode:
+      phase_ = v1::JobInfo::PHASE_DECODING;
+      break;
+  }
+  watch.reset();  // from here on the job is the executor's
+  phase_executor_->Submit(shared_from_this());
+  return absl::OkStatus();
+}
+
+bool Job::RunSlice() {
+  absl::Status status = StopReason();
+  if (status.ok() && !resources_->ready()) {  // it gave way; now it is its turn again
+    next_ = &Job::AcquirePhase;
+    return false;
+  }
+  bool phase_over = false;
+  if (status.ok()) {
+    std::optional<MemoryMeter> meter;
+    if (resources_->meters()) meter.emplace();
+    const MemoryAccount::Scope scope(resources_->account());
+    Stopwatch watch([&](double ms) { slice_seconds_ += ms / 1000; });
+    status = GuardTensorCode("slice", [&]() -> absl::Status {
+      ASSIGN_OR_RETURN(phase_over, RunPhaseSlice());
+      return absl::OkStatus();
+    });
+    // What was read out of files that changed meanwhile is not weights, and its errors are not the job's.
+    if (absl::Status files = CheckFiles(); !files.ok()) status = files;
+    if (meter) {
+      peak_bytes_ = std::max(peak_bytes_, net_bytes_ + meter->peak_bytes());
+      net_bytes_ += meter->net_bytes();
+    }
+    ++slices_;
+    SampleMemory();
+  }
+  if (!status.ok() && IsOutOfMemory(status)) {
+    status = resources_->Adapt(status);
+    if (status.ok()) {  // once more, with less
+      next_ = &Job::AcquirePhase;
+      return false;
+    }
+  }
+  if (!status.ok()) {
+    Finish(WithComponent(status, phases_[current_].component));
+    return false;
+  }
+  if (!phase_over) {
+    const bool same = phases_[current_].kind != Kind::kDenoise ||
+                      !resources_->SetProgress(static_cast<double>(step_) / static_cast<double>(steps_));
+    if (!same) next_ = &Job::AcquirePhase;  // the next step has another set of LoRAs
+    return same;
+  }
+  EndPhase();
+  next_ = ++current_ < phases_.size() ? &Job::AcquirePhase : &Job::EncodePictures;
+  return false;
+}
+
+void Job::Parked() {
+  if (next_ != nullptr) OnWorker(std::exchange(next_, nullptr));
+}
+
+void Job::SendEncoded() {
+  v1::JobEvent event;
+  for (const TokenCount& tokens : tokens_) *event.mutable_encoded()->add_tokens() = ToProto(tokens);
+  event.mutable_encoded();
+  Send(std::move(event));
+}
+
+absl::StatusOr<bool> Job::RunPhaseSlice() {
+  const Pipeline& pipeline = *setup_.model->pipeline;
+  const Phase& phase = phases_[current_];
+  switch (phase.kind) {
+    case Kind::kEncode: {
+      Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
+      Conditioning part;
+      RETURN_IF_ERROR(pipeline.Encode(phase.component, resources_->view(), params_, part));
+      RETURN_IF_ERROR(CheckFiles());
+      for (const auto& [name, tensor] : part) {
+        if (!IsFinite(tensor)) return NonFinite("encode");
+      }
+      RETURN_IF_ERROR(KeepConditioning(std::move(part), watch.ms() / 1000));
+      if (phases_[current_ + 1].kind != Kind::kEncode) SendEncoded();
+      return true;
+    }
+    case Kind::kEncodeImage: {
+      Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
+      ASSIGN_OR_RETURN(image_latents_,
+                       pipeline.EncodeImage(resources_->view(), params_, resources_->options()));
+      if (!IsFinite(image_latents_)) return NonFinite("encode_image");
+      encode_tile_ = resources_->options().tile;
+      return true;
+    }
+    case Kind::kDenoise:
+      return RunDenoiserSlice();
+    case Kind::kDecode: {
+      Stopwatch watch([&](double ms) { timings_.set_decode_ms(timings_.decode_ms() + ms); });
+      const auto index = static_cast<int64_t>(pictures_.size());
+      ASSIGN_OR_RETURN(at::Tensor picture, pipeline.Decode(resources_->view(), latents_.narrow(0, index, 1),
+                                                           resources_->options()));
+      picture = pipeline.Finish(picture, params_);
+      MemoryAccount::Exempt(picture.storage().data());  // promised as a picture
+      decode_tiles_used_.push_back(resources_->options().tile);
+      pictures_.push_back(std::move(picture));
+      return static_cast<int64_t>(pictures_.size()) == latents_.size(0);
+    }
+  }
+  return true;
+}
+
+absl::StatusOr<bool> Job::RunDenoiserSlice() {
+  Stopwatch watch([&](double ms) {
+    timings_.set_denoise_ms(timings_.denoise_ms() + ms);
+    step_ms_ += ms;
+  });
+  if (denoiser_ == nullptr) {
+    ASSIGN_OR_RETURN(denoiser_,
+                     setup_.model->pipeline->Begin(params_, std::move(conditioning_), image_latents_));
+    steps_ = static_cast<int>(denoiser_->step_count());
+  }
+  if (!denoiser_->done()) {
+    ASSIGN_OR_RETURN(const std::optional<StepReport> report, denoiser_->Turn(resources_->view()));
+    if (!report) return false;  // other pictures of the step are to come
+    step_ = static_cast<int>(report->index);
+    v1::JobEvent event;
+    auto& step = *event.mutable_step();
+    step.set_index(static_cast<int>(report->index));
+    step.set_count(static_cast<int>(report->count));
+    step.set_sigma(report->sigma);
+    step.set_ms(step_ms_ + watch.ms());
+    step_ms_ = -watch.ms();  // the rest of this slice is of the next step
+    Send(std::move(event));
+  }
+  if (!denoiser_->done()) {
+    RETURN_IF_ERROR(SendPreviews(step_));
+    return false;
+  }
+  RETURN_IF_ERROR(denoiser_->CheckFinite());
+  latents_ = denoiser_->latents();
+  denoiser_ = nullptr;
+  return true;
+}
+
+void Job::SendDone() {
+  timings_.set_total_ms(Ms(absl::Now() - setup_.created));
+  timings_.set_queue_ms(std::max(0.0, timings_.total_ms() - timings_.load_ms() - timings_.encode_ms() -
+                                          timings_.denoise_ms() - timings_.decode_ms()));
+  v1::JobEvent event;
+  auto& done = *event.mutable_done();
+  *done.mutable_timings() = timings_;
+  done.set_peak_ram_bytes(peak_ram_bytes_);
+  for (const PatchReport& report : reports_) *done.add_loras() = ReportToProto(report);
+  for (const PromptEmbedding& embedding : params_.embeddings) {
+    v1::EmbeddingReport& report = *done.add_embeddings();
+    report.set_name(embedding.name);
+    report.set_tokens(static_cast<int>(embedding.tokens));
+  }
+  *done.mutable_params() = EchoParams(setup_.request, params_);
+  for (const v1::PhaseReport& report : phase_reports_) *done.add_phases() = report;
+  for (uint64_t seed : params_.seeds) done.add_seeds(seed);
+  for (const Component& component : setup_.model->pipeline->components()) {
+    (*done.mutable_sources())[component.name] = setup_.model->SourceOf(component);
+  }
+  for (const TokenCount& tokens : tokens_) {
+    *done.add_tokens() = ToProto(tokens);
+    if (tokens.read < tokens.total) *done.add_warnings() = CutWarning(tokens);
+  }
+  for (const PromptNotice& notice : notices_) {
+    v1::Warning& warning = *done.add_warnings();
+    warning.set_reason(notice.reason);
+    warning.set_field(notice.field);
+    warning.set_message(notice.message);
+  }
+  Send(std::move(event));
+}
+
+void Job::SendLoading(const std::string& component, int64_t done, int64_t total) {
+  const absl::Time now = absl::Now();
+  if (now - last_loading_event_ < kLoadingEventInterval && done < total) return;
+  last_loading_event_ = now;
+  v1::JobEvent event;
+  auto& loading = *event.mutable_loading();
+  loading.set_component(component);
+  loading.set_bytes_done(done);
+  loading.set_bytes_total(total);
+  Send(std::move(event));
+}
+
+void Job::SampleMemory() {
+  const MemoryBudget::Stats stats = core_->ram->stats();
+  peak_ram_bytes_ = std::max(peak_ram_bytes_, stats.in_use_bytes + stats.reserved_bytes);
+}
+
+void Job::EndPhase() {
+  v1::PhaseReport report = resources_->report();
+  peak_bytes_ = std::max(peak_bytes_, resources_->account()->peak_bytes());
+  report.set_working_peak_bytes(peak_bytes_);
+  phase_reports_.push_back(std::move(report));
+  if (slices_ > 0) {
+    measured_ =
+        Measured{resources_->measurement_key(), peak_bytes_, slice_seconds_ / static_cast<double>(slices_)};
+  }
+  if (phases_[current_].kind == Kind::kEncodeImage) {
+    image_latents_memory_ = resources_->ReleaseAllBut(static_cast<int64_t>(image_latents_.nbytes()));
+  } else if (phases_[current_].kind == Kind::kDenoise) {
+    latents_memory_ = resources_->ReleaseAllBut(static_cast<int64_t>(latents_.nbytes()));
+    conditioning_locks_.clear();
+    image_latents_.reset();
+    image_latents_memory_.Release();
+  }
+  resources_ = nullptr;
+}
+
+void Job::RecordMeasurement() {
+  if (!measured_) return;
+  core_->measurements->Record(measured_->key, measured_->working_bytes, measured_->seconds_per_slice);
+  measured_.reset();
+}
+
+void Job::Finish(absl::Status status) {
+  if (finished_.exchange(true)) return;
+  if (const absl::Status stopped = StopReason(); !status.ok() && !stopped.ok()) status = stopped;
+  if (Executor* home = home_) home->RemoveJob();
+  denoiser_ = nullptr;
+  conditioning_.clear();
+  latents_.reset();
+  image_latents_.reset();
+  pictures_.clear();
+  params_.init_image.reset();
+  params_.control_image.reset();
+  params_.mask_image.reset();
+  params_.init_latents.reset();
+  resources_ = nullptr;
+  ReleaseEmbeddings();
+  conditioning_locks_.clear();
+  conditioning_memory_.Release();
+  picture_memory_.Release();
+  image_latents_memory_.Release();
+  latents_memory_.Release();
+  if (const std::string reason = ErrorReason(status);
+      reason == "FILE_CHANGED" || reason == "FILE_TRUNCATED") {
+    core_->DropChanged(*setup_.model);
+    for (const auto& [key, files] : embedding_files_) {
+      if (!files->Check().ok()) core_->cache->Drop(key);
+    }
+  }
+  setup_.request_memory.Release();
+  decoded_memory_.Release();
+  if (status.ok()) {
+    spdlog::info("job done session={} job={} steps={} total_ms={:.0f}", setup_.owner, LogField(setup_.job_id),
+                 steps_.load(), timings_.total_ms());
+  } else {
+    spdlog::info("job ended session={} job={} reason={}", setup_.owner, LogField(setup_.job_id),
+                 ErrorReason(status).empty() ? absl::StatusCodeToString(status.code()) : ErrorReason(status));
+  }
+  setup_.on_end(std::move(status));
+}
+
+}  // namespace latentd
