@@ -342,7 +342,7 @@ TEST_P(DeviceTest, PicturesAndTheirLatentsComeFromAndGoToHostMemory) {
   params.width = 64;
   params.height = 80;
   params.seeds = {1, 2};
-  params.init_image = at::zeros({50, 70, 3}, at::kByte);
+  params.SetPicture(MediaRole::kInit, at::zeros({50, 70, 3}, at::kByte));
   ASSERT_TRUE(pipeline.Validate(params).ok());
   for (const PhaseOptions& options : {PhaseOptions{}, PhaseOptions{.tile = 32}}) {
     const DeviceWatch watch;
@@ -411,7 +411,8 @@ TEST_P(DeviceTest, MasksAndWhatTheyLeaveComeFromHostMemory) {
   const Sd15Pipeline pipeline(std::move(parts));
   GenerateParams params;
   params.seeds = {1, 2};
-  params.init_image = params.mask_image = at::zeros({50, 70, 3}, at::kByte);
+  params.SetPicture(MediaRole::kInit, at::zeros({50, 70, 3}, at::kByte));
+  params.SetPicture(MediaRole::kMask, at::zeros({50, 70, 3}, at::kByte));
   ASSERT_TRUE(pipeline.Validate(params).ok());
   const DeviceWatch watch;
   EXPECT_THAT(CopyOutError([&] { (void)pipeline.EncodeImage(view, params, {}); }), HasSubstr(kCopyOut));

@@ -11,6 +11,7 @@
 #define LATENTD_FAMILIES_FAMILY_H_
 
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@
 #include "families/conditioning.h"
 #include "families/denoiser.h"
 #include "families/generate_params.h"
+#include "families/request_uses.h"
 #include "patcher/patch_target.h"
 #include "patcher/weight_view.h"
 
@@ -40,16 +42,6 @@ struct Component {
   std::string prefix;               // taken off the file's names first
   // Where LoRAs find their layers; a component without one takes no patches.
   std::optional<PatchTarget> patch_target;
-};
-
-// What ListModels shows: the values that Validate fills in where the request leaves them out.
-struct ModelDefaults {
-  int64_t width = 1024, height = 1024, steps = 28;
-  double guidance = 3.5;
-  double true_cfg_scale = 1.0;
-  double strength = 0.75;
-  int64_t max_sequence_length = 512;
-  std::string sampler = "euler";
 };
 
 // How a phase is run, beyond what the request says: what the server decides when memory is short.
@@ -81,6 +73,11 @@ class Pipeline {
   virtual absl::string_view variant() const = 0;  // "dev", "schnell", …
   virtual const std::vector<Component>& components() const = 0;
   virtual const ModelDefaults& defaults() const = 0;
+  // What of a request it takes: what Validate goes by, and GetModel shows. Any thread.
+  const RequestUses& uses() const {
+    std::call_once(uses_made_, [this] { uses_ = MakeUses(); });
+    return uses_;
+  }
 
   // Checks every field and fills in defaults. Errors: INVALID_ARGUMENT INVALID_FIELD naming the field.
   virtual absl::Status Validate(GenerateParams& params) const = 0;
@@ -141,6 +138,13 @@ class Pipeline {
   // Names the shapes that a phase on `component` has for this request: all that its memory and its time
   // depend on besides weights, patches and options. Equal keys, equal shapes.
   virtual std::string ShapeKey(const std::string& component, const GenerateParams& params) const = 0;
+
+ protected:
+  virtual RequestUses MakeUses() const = 0;
+
+ private:
+  mutable std::once_flag uses_made_;
+  mutable RequestUses uses_;
 };
 
 // The files that make up one model under a root.

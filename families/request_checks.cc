@@ -11,45 +11,14 @@
 namespace latentd {
 namespace {
 
-constexpr int64_t kMaxSide = 4096;
 constexpr int64_t kMaxPixels = 2048 * 4096;
 constexpr int64_t kMaxPictureSide = 16384;
-constexpr size_t kMaxPictures = 64;
-constexpr size_t kMaxPromptBytes = 64 << 10;
 
 absl::Status CheckSide(absl::string_view field, int64_t value, int64_t multiple) {
   if (value >= multiple && value <= kMaxSide && value % multiple == 0) return absl::OkStatus();
   return FieldError(field, absl::StrCat("must be a multiple of ", multiple, " from ", multiple, " to ",
                                         kMaxSide, "; it is ", value));
 }
-
-struct OptionalField {
-  absl::string_view name;
-  bool (*set)(const GenerateParams&);
-};
-constexpr OptionalField kOptionalFields[] = {
-    {"params.control_image", [](const GenerateParams& p) { return p.control_image.defined(); }},
-    {"params.prompt_2", [](const GenerateParams& p) { return p.prompt_2.has_value(); }},
-    {"params.negative_prompt_2", [](const GenerateParams& p) { return p.negative_prompt_2.has_value(); }},
-    {"params.prompt_syntax", [](const GenerateParams& p) { return p.prompt_syntax.has_value(); }},
-    {"params.clip_skip", [](const GenerateParams& p) { return p.clip_skip.has_value(); }},
-    {"params.schedule", [](const GenerateParams& p) { return p.schedule.has_value(); }},
-    {"params.eta", [](const GenerateParams& p) { return p.eta.has_value(); }},
-    {"params.guidance_rescale", [](const GenerateParams& p) { return p.guidance_rescale.has_value(); }},
-    {"params.guidance_list", [](const GenerateParams& p) { return !p.guidance_list.empty(); }},
-    {"params.denoising_start", [](const GenerateParams& p) { return p.denoising_start.has_value(); }},
-    {"params.denoising_end", [](const GenerateParams& p) { return p.denoising_end.has_value(); }},
-    {"params.mask_image", [](const GenerateParams& p) { return p.mask_image.defined(); }},
-    {"params.gradient_mask", [](const GenerateParams& p) { return p.gradient_mask.has_value(); }},
-    {"params.init_latents", [](const GenerateParams& p) { return p.init_latents.defined(); }},
-    {"params.original_size", [](const GenerateParams& p) { return p.original_size.has_value(); }},
-    {"params.target_size", [](const GenerateParams& p) { return p.target_size.has_value(); }},
-    {"params.crop", [](const GenerateParams& p) { return p.crop.has_value(); }},
-    {"params.aesthetic_score", [](const GenerateParams& p) { return p.aesthetic_score.has_value(); }},
-    {"params.negative_aesthetic_score",
-     [](const GenerateParams& p) { return p.negative_aesthetic_score.has_value(); }},
-    {"params.denoise_tiles", [](const GenerateParams& p) { return p.tiles.has_value(); }},
-};
 
 }  // namespace
 
@@ -63,14 +32,8 @@ absl::Status CheckShare(absl::string_view field, double value) {
   return FieldError(field, "must be above 0 and at most 1");
 }
 
-absl::Status CheckPrompt(absl::string_view field, const std::string& text) {
-  if (text.size() <= kMaxPromptBytes) return absl::OkStatus();
-  return FieldError(field,
-                    absl::StrCat("is ", text.size(), " bytes; at most ", kMaxPromptBytes, " are taken"));
-}
-
 void FillSize(const PixelSize& usual, int64_t multiple, GenerateParams& params) {
-  const at::Tensor& init = params.init_image;
+  const at::Tensor& init = params.picture(MediaRole::kInit);
   if (!params.width && !params.height && init.defined() && init.dim() == 3) {
     const auto cut = [&](int64_t side) { return std::max(multiple, side / multiple * multiple); };
     params.height = cut(init.size(0));
@@ -148,15 +111,6 @@ absl::Status AtField(const absl::Status& status, absl::string_view field) {
   details["field"] = std::string(field);
   return MakeError(status.code(), ErrorReason(status), absl::StrCat(field, ": ", MessageWithoutField(status)),
                    details);
-}
-
-absl::Status CheckKnownFields(const GenerateParams& params, absl::Span<const absl::string_view> known,
-                              absl::string_view family) {
-  for (const OptionalField& field : kOptionalFields) {
-    if (!field.set(params) || std::find(known.begin(), known.end(), field.name) != known.end()) continue;
-    return FieldError(field.name, absl::StrCat("is not known to ", family, " models"));
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace latentd

@@ -15,14 +15,10 @@
 
 namespace latentd {
 
-inline constexpr int64_t kMaxSteps = 1000;
-inline constexpr double kMaxGuidance = 100;
-
 // `min` and `max` belong to the range; NaN does not.
 absl::Status CheckRange(absl::string_view field, double value, double min, double max);
 // Above 0 and at most 1.
 absl::Status CheckShare(absl::string_view field, double value);
-absl::Status CheckPrompt(absl::string_view field, const std::string& text);
 // Sets width and height where they are missing: both of them to those of the init image, each cut to a
 // multiple of `multiple`, else to the model's.
 void FillSize(const PixelSize& usual, int64_t multiple, GenerateParams& params);
@@ -48,10 +44,6 @@ absl::Status AtField(const absl::Status& status, absl::string_view field);
 // The message of an error without the name of its field before it, to be put into another one's. A view into
 // `status`.
 absl::string_view MessageWithoutField(const absl::Status& status);
-
-// Refuses fields that only some families know, but for those in `known` ("params.clip_skip").
-absl::Status CheckKnownFields(const GenerateParams& params, absl::Span<const absl::string_view> known,
-                              absl::string_view family);
 
 }  // namespace latentd
 

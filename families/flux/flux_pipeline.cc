@@ -15,8 +15,9 @@
 namespace latentd {
 namespace {
 
-constexpr int64_t kMaxTextTokens = 512;
-constexpr double kMaxShift = 100;
+constexpr char kSampler[] = "euler";
+constexpr absl::string_view kFields[] = {"prompt_2", "negative_prompt_2", "true_cfg_scale", "shift",
+                                         "max_sequence_length"};
 
 constexpr char kPooled[] = "pooled", kT5[] = "t5", kNegativePooled[] = "neg.pooled", kNegativeT5[] = "neg.t5";
 
@@ -151,43 +152,34 @@ class FluxDenoiser : public Denoiser {
 
 }  // namespace
 
+RequestUses FluxPipeline::MakeUses() const {
+  RequestUses uses = UsesOf(parts_.defaults, PixelsPerToken(), kFields);
+  uses["sampler"].choices = {kSampler};
+  const FluxConfig& config = parts_.transformer->config();
+  uses.media = {{.role = MediaRole::kInit},
+                {.role = MediaRole::kControl, .required = config.in_channels > config.out_channels}};
+  return uses;
+}
+
 absl::Status FluxPipeline::Validate(GenerateParams& params) const {
   const ModelDefaults& defaults = parts_.defaults;
-  RETURN_IF_ERROR(CheckKnownFields(
-      params, {"params.control_image", "params.prompt_2", "params.negative_prompt_2"}, "FLUX.1"));
-  RETURN_IF_ERROR(CheckPrompt("params.prompt", params.prompt));
-  for (const auto& [field, text] : {std::pair<const char*, const std::optional<std::string>&>{
-                                        "params.negative_prompt", params.negative_prompt},
-                                    {"params.prompt_2", params.prompt_2},
-                                    {"params.negative_prompt_2", params.negative_prompt_2}}) {
-    if (text) RETURN_IF_ERROR(CheckPrompt(field, *text));
-  }
-
+  RETURN_IF_ERROR(CheckUses(params, uses(), "FLUX.1"));
   FillSize({defaults.width, defaults.height}, PixelsPerToken(), params);
   RETURN_IF_ERROR(CheckSize(params, PixelsPerToken()));
   if (!params.steps) params.steps = defaults.steps;
-  RETURN_IF_ERROR(CheckRange("params.steps", static_cast<double>(*params.steps), 1, kMaxSteps));
   if (!params.guidance) params.guidance = defaults.guidance;
-  RETURN_IF_ERROR(CheckRange("params.guidance", *params.guidance, 0, kMaxGuidance));
   if (!params.true_cfg_scale) params.true_cfg_scale = defaults.true_cfg_scale;
-  RETURN_IF_ERROR(CheckRange("params.true_cfg_scale", *params.true_cfg_scale, 1, kMaxGuidance));
   if (!params.sampler) params.sampler = defaults.sampler;
-  if (*params.sampler != "euler") {
+  if (*params.sampler != kSampler) {
     return FieldError("params.sampler",
                       absl::StrCat("\"", *params.sampler, "\" is not known; there is \"euler\""));
   }
-  if (params.shift && (!std::isfinite(*params.shift) || *params.shift <= 0 || *params.shift > kMaxShift)) {
-    return FieldError("params.shift", absl::StrCat("must be above 0 and at most ", kMaxShift));
-  }
   if (!params.max_sequence_length) params.max_sequence_length = defaults.max_sequence_length;
-  RETURN_IF_ERROR(CheckRange("params.max_sequence_length", static_cast<double>(*params.max_sequence_length),
-                             1, kMaxTextTokens));
   RETURN_IF_ERROR(FillSeeds(params));
 
   if (!params.strength) params.strength = defaults.strength;
-  RETURN_IF_ERROR(CheckShare("params.init_image.strength", *params.strength));
-  if (params.init_image.defined()) {
-    RETURN_IF_ERROR(CheckPicture("params.init_image", params.init_image));
+  if (params.has(MediaRole::kInit)) {
+    RETURN_IF_ERROR(CheckPicture("params.init_image", params.picture(MediaRole::kInit)));
     if (StartIndex(*params.steps, *params.strength) >= *params.steps) {
       return FieldError("params.init_image.strength",
                         absl::StrCat(*params.strength, " of ", *params.steps, " steps leaves none to run"));
@@ -205,8 +197,8 @@ absl::Status FluxPipeline::Validate(GenerateParams& params) const {
 
 absl::Status FluxPipeline::CheckControl(const GenerateParams& params) const {
   const FluxConfig& config = parts_.transformer->config();
-  const bool given = params.control_image.defined();
-  if (given) RETURN_IF_ERROR(CheckPicture("params.control_image", params.control_image));
+  const bool given = params.has(MediaRole::kControl);
+  if (given) RETURN_IF_ERROR(CheckPicture("params.control_image", params.picture(MediaRole::kControl)));
   if (params.grown_inputs == GenerateParams::kUnknownInputs) return absl::OkStatus();
   const int64_t inputs = std::max(params.grown_inputs, config.in_channels);
   if (inputs != config.out_channels && inputs != 2 * config.out_channels) {
@@ -300,7 +292,7 @@ absl::StatusOr<at::Tensor> FluxPipeline::EncodeImage(const WeightView& weights, 
                                                      const PhaseOptions& options) const {
   c10::InferenceMode inference;
   std::vector<at::Tensor> latents;
-  for (const at::Tensor& image : {params.control_image, params.init_image}) {
+  for (const at::Tensor& image : {params.picture(MediaRole::kControl), params.picture(MediaRole::kInit)}) {
     if (!image.defined()) continue;
     const at::Tensor picture = ResizePicture(image, *params.width, *params.height);
     const AutoencoderKl::Posterior posterior =
@@ -322,7 +314,7 @@ absl::StatusOr<std::unique_ptr<Denoiser>> FluxPipeline::Begin(const GeneratePara
   const std::vector<int64_t> shape = LatentShape(params);
   const int64_t tokens = shape[2] / 2 * (shape[3] / 2);
   std::vector<float> sigmas = FlowMatchSigmas(parts_.schedule, *params.steps, tokens, params.shift);
-  const bool from_image = params.init_image.defined(), controlled = params.control_image.defined();
+  const bool from_image = params.has(MediaRole::kInit), controlled = params.has(MediaRole::kControl);
   // A seed's draws: samples of the pictures, in the order of EncodeImage, then noise.
   const int draws = (controlled ? 1 : 0) + (from_image ? 1 : 0) + 1;
   if (params.has_pictures() &&
@@ -392,7 +384,7 @@ int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateP
   if (component == "transformer") {
     // Of all pictures: latents before and after a step and the step before, a control image's, and a
     // preview's way.
-    const int64_t kept = (params.control_image.defined() ? 7 : 6) * latent_bytes;
+    const int64_t kept = (params.has(MediaRole::kControl) ? 7 : 6) * latent_bytes;
     return kept + parts_.transformer->WorkingBytes(*params.max_sequence_length, shape[2] / 2 * (shape[3] / 2),
                                                    prompts, use);
   }
@@ -407,8 +399,8 @@ std::string FluxPipeline::ShapeKey(const std::string& component, const GenerateP
   if (component == "text_encoder") return absl::StrCat("p", prompts);
   if (component == "text_encoder_2") return absl::StrCat("t", *params.max_sequence_length, "p", prompts);
   std::string key = absl::StrCat(*params.width, "x", *params.height, "n", params.seeds.size());
-  if (params.init_image.defined()) key += "i";
-  if (params.control_image.defined()) key += "c";
+  if (params.has(MediaRole::kInit)) key += "i";
+  if (params.has(MediaRole::kControl)) key += "c";
   if (component == "transformer") absl::StrAppend(&key, "t", *params.max_sequence_length, "p", prompts);
   return key;
 }

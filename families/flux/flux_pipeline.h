@@ -76,6 +76,9 @@ class FluxPipeline : public Pipeline {
 
   const FluxParts& parts() const { return parts_; }
 
+ protected:
+  RequestUses MakeUses() const override;
+
  private:
   // Pixels per token and direction: the VAE's factor and packing by 2×2.
   int64_t PixelsPerToken() const { return 2 * parts_.vae->config().scale(); }

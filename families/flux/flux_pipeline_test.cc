@@ -78,34 +78,34 @@ TEST(FluxPipelineTest, ValidateNamesTheFieldAtFault) {
       {"params.init_image.strength", [=](auto& p) { p.strength = nan; }},
       {"params.init_image.strength",
        [](auto& p) {
-         p.strength = 1e-300, p.init_image = at::zeros({8, 8, 3}, at::kByte);
+         p.strength = 1e-300, p.SetPicture(MediaRole::kInit, at::zeros({8, 8, 3}, at::kByte));
        }},
       {"params.init_image",
        [](auto& p) {
-         p.init_image = at::zeros({8, 8, 4}, at::kByte);
+         p.SetPicture(MediaRole::kInit, at::zeros({8, 8, 4}, at::kByte));
        }},
       {"params.init_image",
        [](auto& p) {
-         p.init_image = at::zeros({8, 8, 3});
+         p.SetPicture(MediaRole::kInit, at::zeros({8, 8, 3}));
        }},
       {"params.init_image",
        [](auto& p) {
-         p.init_image = at::zeros({0, 8, 3}, at::kByte);
+         p.SetPicture(MediaRole::kInit, at::zeros({0, 8, 3}, at::kByte));
        }},
       {"params.init_image",
        [](auto& p) {
          p.width = p.height = 64;  // else it is the picture's
-         p.init_image = at::zeros({8, 20000, 3}, at::kByte);
+         p.SetPicture(MediaRole::kInit, at::zeros({8, 20000, 3}, at::kByte));
        }},
       {"params.control_image",
        [](auto& p) {
-         p.control_image = at::zeros({8, 8, 3}, at::kByte);
+         p.SetPicture(MediaRole::kControl, at::zeros({8, 8, 3}, at::kByte));
        }},
       {"params.control_image", [](auto& p) { p.grown_inputs = 128; }},
       {"params.control_image",
        [](auto& p) {
          p.grown_inputs = 128;
-         p.control_image = at::zeros({8, 8, 4}, at::kByte);
+         p.SetPicture(MediaRole::kControl, at::zeros({8, 8, 4}, at::kByte));
        }},
       {"loras", [](auto& p) { p.grown_inputs = 192; }},
       {"params.noise",

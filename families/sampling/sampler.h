@@ -131,6 +131,9 @@ struct SamplerInfo {
 // All samplers, by name.
 const std::vector<SamplerInfo>& AllSamplers();
 
+// Of ParseSigmaSchedule, but for the empty one.
+std::vector<absl::string_view> SigmaScheduleNames();
+
 // Names of the API: "", "karras", "exponential", "beta", "trailing", "sgm_uniform", "simple", "ays".
 // Errors: INVALID_ARGUMENT INVALID_FIELD on `field`.
 absl::StatusOr<SigmaSchedule> ParseSigmaSchedule(absl::string_view name, absl::string_view field);

@@ -256,23 +256,33 @@ const std::vector<SamplerInfo>& AllSamplers() {
   return *all;
 }
 
+namespace {
+
+constexpr std::pair<absl::string_view, SigmaSchedule> kScheduleNames[] = {
+    {"karras", SigmaSchedule::kKarras},
+    {"exponential", SigmaSchedule::kExponential},
+    {"beta", SigmaSchedule::kBeta},
+    {"trailing", SigmaSchedule::kTrailing},
+    {"sgm_uniform", SigmaSchedule::kTrailing},
+    {"simple", SigmaSchedule::kTrailing},
+    {"ays", SigmaSchedule::kAys}};
+
+}  // namespace
+
+std::vector<absl::string_view> SigmaScheduleNames() {
+  std::vector<absl::string_view> names;
+  for (const auto& [name, schedule] : kScheduleNames) names.push_back(name);
+  return names;
+}
+
 absl::StatusOr<SigmaSchedule> ParseSigmaSchedule(absl::string_view name, absl::string_view field) {
-  static constexpr std::pair<absl::string_view, SigmaSchedule> kNames[] = {
-      {"karras", SigmaSchedule::kKarras},
-      {"exponential", SigmaSchedule::kExponential},
-      {"beta", SigmaSchedule::kBeta},
-      {"trailing", SigmaSchedule::kTrailing},
-      {"sgm_uniform", SigmaSchedule::kTrailing},
-      {"simple", SigmaSchedule::kTrailing},
-      {"ays", SigmaSchedule::kAys}};
   if (name.empty()) return SigmaSchedule::kDefault;
-  std::vector<absl::string_view> known;
-  for (const auto& [text, schedule] : kNames) {
+  for (const auto& [text, schedule] : kScheduleNames) {
     if (text == name) return schedule;
-    known.push_back(text);
   }
-  return FieldError(field,
-                    absl::StrCat("'", name, "' is not known; there are: ", absl::StrJoin(known, ", ")));
+  return FieldError(
+      field,
+      absl::StrCat("'", name, "' is not known; there are: ", absl::StrJoin(SigmaScheduleNames(), ", ")));
 }
 
 absl::StatusOr<std::unique_ptr<Sampler>> MakeSampler(absl::string_view name,

@@ -6,7 +6,7 @@
 namespace latentd {
 
 at::Tensor PixelMask(const GenerateParams& params, bool binary) {
-  const at::Tensor rgb = ResizePicture(params.mask_image, *params.width, *params.height).to(at::kInt);
+  const at::Tensor rgb = ResizePicture(params.picture(MediaRole::kMask), *params.width, *params.height).to(at::kInt);
   // Rec. 601 luma in Pillow's fixed point.
   const at::Tensor luma =
       (rgb.select(2, 0) * 19595 + rgb.select(2, 1) * 38470 + rgb.select(2, 2) * 7471 + 0x8000)
@@ -21,14 +21,14 @@ at::Tensor LatentMask(const at::Tensor& pixel_mask, int64_t scale) {
 
 bool StartsFromNoise(const GenerateParams& params) {
   if (params.denoising_start) return false;
-  if (params.mask_image.defined()) return *params.strength == 1;
-  return !params.init_image.defined() && !params.init_latents.defined();
+  if (params.has(MediaRole::kMask)) return *params.strength == 1;
+  return !params.has(MediaRole::kInit) && !params.init_latents.defined();
 }
 
 SdDraws DrawsOf(const GenerateParams& params, bool concat) {
   SdDraws draws;
-  draws.masked = params.mask_image.defined();
-  draws.image = params.init_image.defined() && !(draws.masked && concat && StartsFromNoise(params));
+  draws.masked = params.has(MediaRole::kMask);
+  draws.image = params.has(MediaRole::kInit) && !(draws.masked && concat && StartsFromNoise(params));
   // Inpainting draws it for the unpainted part, too.
   draws.noise = !params.denoising_start || draws.masked;
   return draws;

@@ -7,7 +7,7 @@
 namespace latentd {
 
 at::Tensor PasteBack(const at::Tensor& picture, const GenerateParams& params) {
-  const at::Tensor kept = ResizePicture(params.init_image, *params.width, *params.height);
+  const at::Tensor kept = ResizePicture(params.picture(MediaRole::kInit), *params.width, *params.height);
   const bool binary = !params.gradient_mask.value_or(false);
   const at::Tensor painted = PixelMask(params, binary).squeeze(0).permute({1, 2, 0});  // [H, W, 1]
   if (binary) return at::where(painted > 0, picture, kept).contiguous();

@@ -78,9 +78,27 @@ std::vector<int64_t> SdPipeline::LatentShape(const GenerateParams& params) const
 
 // -------------------------------------------------------------------------------------------- validation
 
+RequestUses SdPipeline::MakeUses() const {
+  RequestUses uses = UsesOf(parts_.defaults, parts_.vae->config().scale(), OwnFields());
+  for (const SamplerInfo& sampler : AllSamplers()) {
+    absl::StatusOr<SamplerSettings> settings = parts_.scheduler->For(sampler.name);
+    if (!settings.ok()) continue;
+    SamplerOptions options;
+    options.solver = std::move(settings->solver);
+    if (!MakeSampler(sampler.name, std::move(settings->schedule), options).ok()) continue;
+    uses["sampler"].choices.emplace_back(sampler.name);
+  }
+  for (const absl::string_view name : SigmaScheduleNames()) {
+    uses["schedule"].choices.emplace_back(name);
+  }
+  uses.init_latents = true;
+  uses.media = {{.role = MediaRole::kInit, .required = takes_mask()},
+                {.role = MediaRole::kMask, .required = takes_mask()}};
+  return uses;
+}
+
 absl::Status SdPipeline::Validate(GenerateParams& params) const {
   const ModelDefaults& defaults = parts_.defaults;
-  RETURN_IF_ERROR(CheckKnownFields(params, KnownFields(), family()));
   if (params.true_cfg_scale) {
     return FieldError("params.true_cfg_scale",
                       absl::StrCat("is not known to ", family(),
@@ -94,19 +112,16 @@ absl::Status SdPipeline::Validate(GenerateParams& params) const {
                                    "time"));
   }
 
+  RETURN_IF_ERROR(CheckUses(params, uses(), family()));
+
   FillSize({defaults.width, defaults.height}, parts_.vae->config().scale(), params);
   RETURN_IF_ERROR(CheckSize(params, parts_.vae->config().scale()));
   if (!params.steps) params.steps = defaults.steps;
-  RETURN_IF_ERROR(CheckRange("params.steps", static_cast<double>(*params.steps), 1, kMaxSteps));
   if (!params.guidance) params.guidance = defaults.guidance;
-  RETURN_IF_ERROR(CheckRange("params.guidance", *params.guidance, 0, kMaxGuidance));
   if (static_cast<int64_t>(params.guidance_list.size()) > *params.steps) {
     return FieldError("params.guidance_list", absl::StrCat("has ", params.guidance_list.size(),
                                                            " entries for ", *params.steps, " steps"));
   }
-  for (double scale : params.guidance_list)
-    RETURN_IF_ERROR(CheckRange("params.guidance_list", scale, 0, kMaxGuidance));
-  RETURN_IF_ERROR(CheckRange("params.guidance_rescale", params.guidance_rescale.value_or(0), 0, 1));
   RETURN_IF_ERROR(FillSeeds(params));
   if (!params.sampler) params.sampler = defaults.sampler;
   RETURN_IF_ERROR(ValidatePictures(params));
@@ -122,7 +137,6 @@ absl::Status SdPipeline::ValidatePrompts(GenerateParams& params) const {
     for (const bool negative : {false, true}) {
       if (negative && !EncodesNegative(params)) continue;
       const SdText text = TextOf(encoder, params, negative);
-      RETURN_IF_ERROR(CheckPrompt(text.field, text.text));
       ASSIGN_OR_RETURN(const PromptSchedule schedule, ScheduleOf(text, params, negative));
       for (const SdText& one : TextsOf(encoder, params, negative)) {
         RETURN_IF_ERROR(TokensOf(encoder, one).status());
@@ -153,7 +167,6 @@ absl::Status SdPipeline::ValidatePrompts(GenerateParams& params) const {
 
 absl::Status SdPipeline::ValidatePictures(GenerateParams& params) const {
   if (!params.strength) params.strength = parts_.defaults.strength;
-  RETURN_IF_ERROR(CheckShare("params.init_image.strength", *params.strength));
   const std::vector<int64_t> shape = LatentShape(params);
   const auto count = static_cast<int64_t>(params.seeds.size());
   auto fits = [&](const at::Tensor& t, bool one) {
@@ -161,34 +174,36 @@ absl::Status SdPipeline::ValidatePictures(GenerateParams& params) const {
            t.sizes().slice(1) == at::IntArrayRef(shape).slice(1) && t.scalar_type() == at::kFloat &&
            t.is_cpu();
   };
-  if (params.init_image.defined()) RETURN_IF_ERROR(CheckPicture("params.init_image", params.init_image));
+  if (params.has(MediaRole::kInit))
+    RETURN_IF_ERROR(CheckPicture("params.init_image", params.picture(MediaRole::kInit)));
   if (params.init_latents.defined()) {
-    if (params.init_image.defined())
+    if (params.has(MediaRole::kInit))
       return FieldError("params.init_latents", "cannot be given with an init image");
     if (!fits(params.init_latents, /*one=*/true)) {
       return FieldError("params.init_latents", absl::StrCat("must be fp32 of the shape [1 or ", count, ", ",
                                                             shape[1], ", ", shape[2], ", ", shape[3], "]"));
     }
   }
-  if (params.mask_image.defined()) {
-    RETURN_IF_ERROR(CheckPicture("params.mask_image", params.mask_image));
-    if (!params.init_image.defined())
+  if (params.has(MediaRole::kMask)) {
+    RETURN_IF_ERROR(CheckPicture("params.mask_image", params.picture(MediaRole::kMask)));
+    if (!params.has(MediaRole::kInit))
       return FieldError("params.mask_image", "needs an init image to keep parts of");
     if (takes_mask() && params.gradient_mask.value_or(false)) {
-      return FieldError("params.gradient_mask",
+      return FieldError("params.mask_image.gradient",
                         "is not known to inpainting models, which read a mask of two values");
     }
   } else if (takes_mask()) {
     return FieldError("params.mask_image",
                       "is missing: this model was trained to repaint a part of an init image");
   } else if (params.gradient_mask) {
-    return FieldError("params.gradient_mask", "needs a mask");
+    return FieldError("params.mask_image.gradient", "needs a mask");
   }
   const SamplerSettings& own = parts_.scheduler->own();
   if (params.gradient_mask.value_or(false) && (own.solver.edm || own.solver.continuous)) {
-    return FieldError("params.gradient_mask", "compares with training steps, which this model does not have");
+    return FieldError("params.mask_image.gradient",
+                      "compares with training steps, which this model does not have");
   }
-  if (params.denoising_start && !params.init_latents.defined() && !params.init_image.defined()) {
+  if (params.denoising_start && !params.init_latents.defined() && !params.has(MediaRole::kInit)) {
     return FieldError("params.denoising_start", "needs the latents of another model's run, or an init image");
   }
   if (params.tiles) RETURN_IF_ERROR(CheckTiles(*params.tiles, parts_.vae->config().scale()));
@@ -202,7 +217,7 @@ SamplerOptions SdPipeline::OptionsOf(const GenerateParams& params) const {
   SamplerOptions options;
   options.steps = *params.steps;
   options.ays = ays_table();
-  if (params.init_image.defined() || params.init_latents.defined()) options.strength = *params.strength;
+  if (params.has(MediaRole::kInit) || params.init_latents.defined()) options.strength = *params.strength;
   options.denoising_start = params.denoising_start;
   options.denoising_end = params.denoising_end;
   options.eta = params.eta;
@@ -471,7 +486,7 @@ absl::StatusOr<at::Tensor> SdPipeline::EncodeImage(const WeightView& weights, co
   c10::InferenceMode inference;
   const AutoencoderKl& vae = *parts_.vae;
   const at::Tensor input =
-      PictureToInput(weights, ResizePicture(params.init_image, *params.width, *params.height));
+      PictureToInput(weights, ResizePicture(params.picture(MediaRole::kInit), *params.width, *params.height));
   const SdDraws draws = DrawsOf(params, takes_mask());
   AutoencoderKl::Posterior image, masked;
   if (draws.image) image = EncodePicture(vae, weights, input, options.tile);
@@ -504,7 +519,7 @@ absl::StatusOr<std::unique_ptr<Denoiser>> SdPipeline::Begin(const GenerateParams
   if (params.init_latents.defined()) init_latents = params.init_latents;
   const bool from_picture = init_latents.defined();
   SdMask mask;
-  if (params.mask_image.defined()) {
+  if (params.has(MediaRole::kMask)) {
     mask.gradient = params.gradient_mask.value_or(false);
     mask.train_steps = parts_.scheduler->own().schedule->config().train_steps;
     mask.mask = LatentMask(PixelMask(params, /*binary=*/!mask.gradient), parts_.vae->config().scale());
@@ -572,7 +587,7 @@ absl::StatusOr<at::Tensor> SdPipeline::Decode(const WeightView& weights, const a
 
 at::Tensor SdPipeline::Finish(const at::Tensor& picture, const GenerateParams& params) const {
   c10::InferenceMode inference;
-  return params.paste_back ? PasteBack(picture, params) : picture;
+  return params.paste_back.value_or(false) ? PasteBack(picture, params) : picture;
 }
 
 int64_t SdPipeline::SmallerTile(const GenerateParams& params, int64_t tile) const {
@@ -595,7 +610,7 @@ int64_t SdPipeline::WorkingBytes(const std::string& component, const GeneratePar
       return parts_.vae->DecodeBytes(*params.width, *params.height, options.tile, use);
     }
     // With a mask, what it leaves of the picture is a second one beside it.
-    const int64_t masked = takes_mask() && params.mask_image.defined()
+    const int64_t masked = takes_mask() && params.has(MediaRole::kMask)
                                ? 4 * *params.width * *params.height * int64_t{sizeof(float)}
                                : 0;
     return 6 * latent_bytes + masked +
@@ -628,7 +643,7 @@ std::string SdPipeline::ShapeKey(const std::string& component, const GeneratePar
   }
   std::string key = absl::StrCat(*params.width, "x", *params.height, "n", params.seeds.size());
   if (params.has_pictures()) key += "i";
-  if (params.mask_image.defined()) key += "m";
+  if (params.has(MediaRole::kMask)) key += "m";
   if (component == "vae") return key;
   absl::StrAppend(&key, "t", Tokens(params), Guided(params) ? "g" : "", *params.sampler);
   if (params.tiles) {

@@ -92,8 +92,9 @@ class SdPipeline : public Pipeline {
   const SdParts& parts() const { return parts_; }
 
  protected:
+  RequestUses MakeUses() const override;
   // Fields beside those that every family knows.
-  virtual absl::Span<const absl::string_view> KnownFields() const = 0;
+  virtual absl::Span<const absl::string_view> OwnFields() const = 0;
   virtual absl::Status ValidateOwn(GenerateParams& params) const = 0;
   // The hidden states that are read, `skip` layers before where they usually are.
   virtual ClipTap Tap(const SdEncoder& encoder, int64_t skip) const = 0;

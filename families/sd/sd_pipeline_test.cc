@@ -68,77 +68,80 @@ TEST(SdPipelineTest, ValidateFillsInDefaults) {
 
 TEST(SdPipelineTest, ValidateNamesTheFieldAtFault) {
   const double nan = std::nan("");
-  ExpectRefused(
-      Sd15Pipeline(Parts(Small())),
-      {
-          {"params.true_cfg_scale", [](auto& p) { p.true_cfg_scale = 1; }},
-          {"params.shift", [](auto& p) { p.shift = 3; }},
-          {"params.max_sequence_length", [](auto& p) { p.max_sequence_length = 77; }},
-          {"params.width", [](auto& p) { p.width = 500; }},
-          {"params.height", [](auto& p) { p.width = p.height = 4096; }},
-          {"params.steps", [](auto& p) { p.steps = 0; }},
-          {"params.guidance", [=](auto& p) { p.guidance = nan; }},
-          {"params.guidance_list",
-           [](auto& p) {
-             p.guidance_list = {7, -1};
-           }},
-          {"params.guidance_list", [](auto& p) { p.guidance_list.resize(1001, 1); }},
-          {"params.guidance_rescale", [](auto& p) { p.guidance_rescale = 1.1; }},
-          {"params.prompt_syntax", [](auto& p) { p.prompt_syntax = "markdown"; }},
-          {"params.sampler", [](auto& p) { p.sampler = "magic"; }},
-          {"params.schedule", [](auto& p) { p.schedule = "magic"; }},
-          {"params.schedule", [](auto& p) { p.sampler = "ddim", p.schedule = "karras"; }},
-          {"params.eta", [](auto& p) { p.sampler = "ddim", p.eta = 2; }},
-          {"params.count", [](auto& p) { p.seeds.resize(65); }},
-          {"params.init_image.strength", [](auto& p) { p.strength = 0; }},
-          {"params.init_image.strength", [](auto& p) { p.init_image = Grey(), p.strength = 0.001; }},
-          {"params.init_image",
-           [](auto& p) {
-             p.init_image = at::zeros({8, 8, 4}, at::kByte);
-           }},
-          {"params.init_latents",
-           [](auto& p) {
-             p.init_latents = at::zeros({1, 4, 8, 8});
-           }},
-          {"params.init_latents",
-           [](auto& p) {
-             p.init_latents = at::zeros({1, 4, 64, 64}), p.init_image = Grey();
-           }},
-          {"params.mask_image", [](auto& p) { p.mask_image = Grey(); }},
-          {"params.mask_image",
-           [](auto& p) {
-             p.init_image = Grey(), p.mask_image = at::zeros({8, 8, 1}, at::kByte);
-           }},
-          {"params.gradient_mask", [](auto& p) { p.gradient_mask = true; }},
-          {"params.denoising_start", [](auto& p) { p.denoising_start = 0.5; }},
-          {"params.denoising_end", [](auto& p) { p.denoising_end = 1.5; }},
-          {"params.denoise_tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 100}; }},
-          {"params.denoise_tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 16}; }},
-          {"params.denoise_tiles",
-           [](auto& p) { p.tiles = DenoiseTiles{.width = 64, .height = 64, .overlap = 40}; }},
-          {"params.noise",
-           [](auto& p) {
-             p.noise = at::zeros({1, 4, 8, 8});
-           }},
-          {"params.prompt_2", [](auto& p) { p.prompt_2 = "x"; }},
-          {"params.crop", [](auto& p) { p.crop = PixelPoint(); }},
-          {"params.aesthetic_score", [](auto& p) { p.aesthetic_score = 6; }},
-      });
+  ExpectRefused(Sd15Pipeline(Parts(Small())),
+                {
+                    {"params.true_cfg_scale", [](auto& p) { p.true_cfg_scale = 1; }},
+                    {"params.shift", [](auto& p) { p.shift = 3; }},
+                    {"params.max_sequence_length", [](auto& p) { p.max_sequence_length = 77; }},
+                    {"params.width", [](auto& p) { p.width = 500; }},
+                    {"params.height", [](auto& p) { p.width = p.height = 4096; }},
+                    {"params.steps", [](auto& p) { p.steps = 0; }},
+                    {"params.guidance", [=](auto& p) { p.guidance = nan; }},
+                    {"params.guidance_list",
+                     [](auto& p) {
+                       p.guidance_list = {7, -1};
+                     }},
+                    {"params.guidance_list", [](auto& p) { p.guidance_list.resize(1001, 1); }},
+                    {"params.guidance_rescale", [](auto& p) { p.guidance_rescale = 1.1; }},
+                    {"params.prompt_syntax", [](auto& p) { p.prompt_syntax = "markdown"; }},
+                    {"params.sampler", [](auto& p) { p.sampler = "magic"; }},
+                    {"params.schedule", [](auto& p) { p.schedule = "magic"; }},
+                    {"params.schedule", [](auto& p) { p.sampler = "ddim", p.schedule = "karras"; }},
+                    {"params.eta", [](auto& p) { p.sampler = "ddim", p.eta = 2; }},
+                    {"params.count", [](auto& p) { p.seeds.resize(65); }},
+                    {"params.init_image.strength", [](auto& p) { p.strength = 0; }},
+                    {"params.init_image.strength",
+                     [](auto& p) { p.SetPicture(MediaRole::kInit, Grey()), p.strength = 0.001; }},
+                    {"params.init_image",
+                     [](auto& p) {
+                       p.SetPicture(MediaRole::kInit, at::zeros({8, 8, 4}, at::kByte));
+                     }},
+                    {"params.init_latents",
+                     [](auto& p) {
+                       p.init_latents = at::zeros({1, 4, 8, 8});
+                     }},
+                    {"params.init_latents",
+                     [](auto& p) {
+                       p.init_latents = at::zeros({1, 4, 64, 64}), p.SetPicture(MediaRole::kInit, Grey());
+                     }},
+                    {"params.mask_image", [](auto& p) { p.SetPicture(MediaRole::kMask, Grey()); }},
+                    {"params.mask_image",
+                     [](auto& p) {
+                       p.SetPicture(MediaRole::kInit, Grey());
+                       p.SetPicture(MediaRole::kMask, at::zeros({8, 8, 1}, at::kByte));
+                     }},
+                    {"params.mask_image.gradient", [](auto& p) { p.gradient_mask = true; }},
+                    {"params.denoising_start", [](auto& p) { p.denoising_start = 0.5; }},
+                    {"params.denoising_end", [](auto& p) { p.denoising_end = 1.5; }},
+                    {"params.denoise_tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 100}; }},
+                    {"params.denoise_tiles", [](auto& p) { p.tiles = DenoiseTiles{.width = 16}; }},
+                    {"params.denoise_tiles",
+                     [](auto& p) { p.tiles = DenoiseTiles{.width = 64, .height = 64, .overlap = 40}; }},
+                    {"params.noise",
+                     [](auto& p) {
+                       p.noise = at::zeros({1, 4, 8, 8});
+                     }},
+                    {"params.prompt_2", [](auto& p) { p.prompt_2 = "x"; }},
+                    {"params.crop", [](auto& p) { p.crop = PixelPoint(); }},
+                    {"params.aesthetic_score", [](auto& p) { p.aesthetic_score = 6; }},
+                });
 }
 
 TEST(SdPipelineTest, AnInpaintingModelNeedsAMaskOfTwoValues) {
   const Sd15Pipeline pipeline(Parts(Small(9)));
   ExpectRefused(pipeline, {
                               {"params.mask_image", [](auto&) {}},
-                              {"params.mask_image", [](auto& p) { p.init_image = Grey(); }},
-                              {"params.gradient_mask",
+                              {"params.mask_image", [](auto& p) { p.SetPicture(MediaRole::kInit, Grey()); }},
+                              {"params.mask_image.gradient",
                                [](auto& p) {
-                                 p.init_image = Grey(), p.mask_image = Grey();
+                                 p.SetPicture(MediaRole::kInit, Grey());
+                                 p.SetPicture(MediaRole::kMask, Grey());
                                  p.gradient_mask = true;
                                }},
                           });
   GenerateParams params;
-  params.init_image = params.mask_image = Grey();
+  params.SetPicture(MediaRole::kInit, Grey());
+  params.SetPicture(MediaRole::kMask, Grey());
   EXPECT_TRUE(pipeline.Validate(params).ok());
 }
 
@@ -150,12 +153,12 @@ TEST(SdMasks, DrawsAreInTheOrderOfTheOracle) {
     return std::vector<bool>{d.image, d.noise, d.masked};
   };
   EXPECT_THAT(draws(false), ElementsAre(false, true, false));
-  params.init_image = Grey();
+  params.SetPicture(MediaRole::kInit, Grey());
   EXPECT_THAT(draws(false), ElementsAre(true, true, false));
   params.denoising_start = 0.5;
   EXPECT_THAT(draws(false), ElementsAre(true, false, false));
   params.denoising_start.reset();
-  params.mask_image = Grey();
+  params.SetPicture(MediaRole::kMask, Grey());
   EXPECT_THAT(draws(true), ElementsAre(true, true, true));
   params.strength = 1;
   EXPECT_THAT(draws(true), ElementsAre(false, true, true));
@@ -166,7 +169,7 @@ TEST(SdMasks, GreyIsCutAtHalfOrKept) {
   GenerateParams params;
   params.width = params.height = 16;
   for (const auto& [grey, binary] : {std::pair{127, 0.0}, {128, 1.0}, {0, 0.0}, {255, 1.0}}) {
-    params.mask_image = at::full({5, 7, 3}, grey, at::kByte);
+    params.SetPicture(MediaRole::kMask, at::full({5, 7, 3}, grey, at::kByte));
     EXPECT_TRUE(at::equal(PixelMask(params, true), at::full({1, 1, 16, 16}, binary))) << grey;
     EXPECT_TRUE(at::allclose(PixelMask(params, false), at::full({1, 1, 16, 16}, grey / 255.0))) << grey;
   }

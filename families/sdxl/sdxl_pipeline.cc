@@ -8,16 +8,24 @@
 namespace latentd {
 namespace {
 
-constexpr absl::string_view kFields[] = {"params.prompt_2",         "params.negative_prompt_2",
-                                         "params.prompt_syntax",    "params.clip_skip",
-                                         "params.schedule",         "params.eta",
-                                         "params.guidance_rescale", "params.guidance_list",
-                                         "params.denoising_start",  "params.denoising_end",
-                                         "params.mask_image",       "params.gradient_mask",
-                                         "params.init_latents",     "params.original_size",
-                                         "params.target_size",      "params.crop",
-                                         "params.aesthetic_score",  "params.negative_aesthetic_score",
-                                         "params.denoise_tiles"};
+constexpr absl::string_view kFields[] = {"prompt_2",
+                                         "negative_prompt_2",
+                                         "prompt_syntax",
+                                         "clip_skip",
+                                         "schedule",
+                                         "eta",
+                                         "guidance_rescale",
+                                         "guidance_list",
+                                         "denoising_start",
+                                         "denoising_end",
+                                         "mask_image.gradient",
+                                         "mask_image.paste_back",
+                                         "original_size",
+                                         "target_size",
+                                         "crop",
+                                         "aesthetic_score",
+                                         "negative_aesthetic_score",
+                                         "denoise_tiles"};
 
 constexpr double kScore = 6, kNegativeScore = 2.5, kMaxScore = 100;
 constexpr double kMaxExtent = 1 << 16;
@@ -34,7 +42,7 @@ absl::Status CheckExtent(absl::string_view field, const std::optional<PixelSize>
 
 }  // namespace
 
-absl::Span<const absl::string_view> SdxlPipeline::KnownFields() const { return kFields; }
+absl::Span<const absl::string_view> SdxlPipeline::OwnFields() const { return kFields; }
 
 bool SdxlPipeline::takes_score() const {
   return parts_.unet->config().time_ids(parts_.encoders.back().model->config().projection) ==
@@ -56,7 +64,7 @@ absl::Status SdxlPipeline::ValidateOwn(GenerateParams& params) const {
     return absl::OkStatus();
   }
   if (params.target_size) return FieldError("params.target_size", "is not known to the refiner");
-  if (!params.init_image.defined() && !params.init_latents.defined()) {
+  if (!params.has(MediaRole::kInit) && !params.init_latents.defined()) {
     return FieldError(
         "params.init_image",
         "is missing: the refiner goes on from a picture, or from params.init_latents of the base model");

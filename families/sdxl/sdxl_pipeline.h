@@ -16,7 +16,7 @@ class SdxlPipeline : public SdPipeline {
   absl::string_view family() const override { return "sdxl"; }
 
  protected:
-  absl::Span<const absl::string_view> KnownFields() const override;
+  absl::Span<const absl::string_view> OwnFields() const override;
   absl::Status ValidateOwn(GenerateParams& params) const override;
   ClipTap Tap(const SdEncoder& encoder, int64_t skip) const override {
     return {.skip = skip + 1, .final_norm = false, .pooled = encoder.model->config().projection > 0};

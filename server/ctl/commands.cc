@@ -178,6 +178,39 @@ absl::Status RunModels(const GlobalOptions& global) {
   return absl::OkStatus();
 }
 
+absl::Status RunModel(const GlobalOptions& global, const std::string& name) {
+  v1::GetModelRequest request;
+  request.set_name(name);
+  ASSIGN_OR_RETURN(auto response, Ask<v1::ModelService>(global, &v1::ModelService::Stub::GetModel, request));
+  if (global.json) return PrintJson(response), absl::OkStatus();
+  const v1::Model& model = response.model();
+  Rows rows = {{"name", Printable(model.name())},
+               {"id", Printable(model.id())},
+               {"family", Printable(absl::StrCat(model.family(), " ", model.variant()))}};
+  for (const v1::ModelComponent& component : model.components()) {
+    rows.push_back(
+        {"component", Printable(absl::StrCat(component.name(), ": ", component.storage_type(), ", ",
+                                             HumanBytes(component.bytes()), ", of ", component.source()))});
+  }
+  for (const v1::UnusedTensors& unused : model.unused()) {
+    rows.push_back({"unused", Printable(absl::StrCat(unused.count(), " tensors of ", unused.component(), ": ",
+                                                     absl::StrJoin(unused.samples(), ", ")))});
+  }
+  for (const v1::MediaUse& media : model.media()) {
+    rows.push_back(
+        {"picture", absl::StrCat(Printable(media.role()), media.required() ? ", required" : "",
+                                 media.max_count() > 1 ? absl::StrCat(", up to ", media.max_count()) : "")});
+  }
+  Print(PairsText(rows));
+  Rows fields = {{"FIELD", "DEFAULT", "VALUES", "WHAT IT DOES"}};
+  for (const v1::RequestField& field : model.fields()) {
+    fields.push_back({Printable(field.name()), Printable(UsualText(field)), Printable(ValuesText(field)),
+                      Printable(field.description())});
+  }
+  Print(absl::StrCat("\n", TableText(fields)));
+  return absl::OkStatus();
+}
+
 absl::Status RunLoras(const GlobalOptions& global, const std::optional<std::string>& model) {
   v1::ListLorasRequest request;
   request.set_include_problems(true);

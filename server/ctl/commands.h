@@ -21,6 +21,7 @@ absl::Status RunGenerate(const GlobalOptions& global, const JobOptions& job, con
 absl::StatusOr<ExitCode> RunPlan(const GlobalOptions& global, const JobOptions& job,
                                  const std::string& prompt);
 absl::Status RunModels(const GlobalOptions& global);
+absl::Status RunModel(const GlobalOptions& global, const std::string& name);
 // `model`: whose fit is shown.
 absl::Status RunLoras(const GlobalOptions& global, const std::optional<std::string>& model);
 absl::Status RunEmbeddings(const GlobalOptions& global);

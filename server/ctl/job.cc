@@ -11,6 +11,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
@@ -19,6 +20,7 @@
 #include "server/ctl/memory.h"
 #include "server/ctl/terminal.h"
 #include "server/ctl/text.h"
+#include "server/rpc/field_messages.h"
 
 namespace latentd::ctl {
 namespace {
@@ -48,8 +50,72 @@ v1::ImageFormat FormatOf(const JobOptions& options) {
   return is("jpeg", ".jpg") || is("jpeg", ".jpeg") ? v1::IMAGE_FORMAT_JPEG : v1::IMAGE_FORMAT_PNG;
 }
 
-void SetInitImageStrength(const JobOptions& options, v1::GenerateParams& params) {
-  if (options.strength) params.mutable_init_image()->set_strength(*options.strength);
+// "1024x768", "32,0", "1024x1024,64": numbers between signs. Empty: it is not of that form.
+std::vector<int64_t> Numbers(const std::string& text, absl::string_view separators) {
+  std::vector<int64_t> numbers;
+  for (const absl::string_view part : absl::StrSplit(text, absl::ByAnyChar(separators))) {
+    int64_t number = 0;
+    if (!absl::SimpleAtoi(part, &number)) return {};
+    numbers.push_back(number);
+  }
+  return numbers;
+}
+
+bool Parse(const std::string& text, PixelSize& size) {
+  const std::vector<int64_t> n = Numbers(text, "x×");
+  if (n.size() != 2) return false;
+  size = {n[0], n[1]};
+  return true;
+}
+bool Parse(const std::string& text, PixelPoint& point) {
+  const std::vector<int64_t> n = Numbers(text, ",");
+  if (n.size() != 2) return false;
+  point = {n[0], n[1]};
+  return true;
+}
+bool Parse(const std::string& text, DenoiseTiles& tiles) {
+  const std::vector<int64_t> n = Numbers(text, "x,");
+  if (n.size() == 1) tiles.width = tiles.height = n[0];
+  if (n.size() == 2 || n.size() == 3) tiles = {.width = n[0], .height = n[1], .overlap = tiles.overlap};
+  if (n.size() == 3) tiles.overlap = n[2];
+  return !n.empty() && n.size() <= 3;
+}
+
+// A flag of the table. Values are looked at by the server, which knows the model.
+void AddFieldFlag(CLI::App& app, const RequestField& field, RequestScalars& scalars) {
+  const std::string flag(field.flag), help(field.help);
+  std::visit(
+      [&](auto member) {
+        using Member = decltype(member);
+        if constexpr (std::is_same_v<Member, std::monostate>) {
+        } else if constexpr (std::is_same_v<Member, std::optional<bool> RequestScalars::*>) {
+          app.add_flag(flag, scalars.*member, help);
+        } else if constexpr (std::is_same_v<Member, std::vector<double> RequestScalars::*>) {
+          app.add_option(flag, scalars.*member, help)->delimiter(',')->allow_extra_args(false);
+        } else if constexpr (std::is_same_v<Member, std::optional<PixelSize> RequestScalars::*> ||
+                             std::is_same_v<Member, std::optional<PixelPoint> RequestScalars::*> ||
+                             std::is_same_v<Member, std::optional<DenoiseTiles> RequestScalars::*>) {
+          app.add_option_function<std::string>(
+              flag,
+              [&value = scalars.*member, flag, help](const std::string& text) {
+                if (!Parse(text, value.emplace())) throw CLI::ValidationError(flag, help);
+              },
+              help);
+        } else {
+          CLI::Option* option = app.add_option(flag, scalars.*member, help);
+          if (field.type == FieldType::kChoice) {
+            const std::vector<std::string> choices = absl::StrSplit(field.choices, ',');
+            option->check(CLI::IsMember(choices));
+          }
+        }
+      },
+      field.member);
+}
+
+// The picture that a field belongs to, as a flag; null for others.
+const char* PictureFlag(const RequestField& field) {
+  if (absl::StartsWith(field.name, "init_image.")) return "--image";
+  return absl::StartsWith(field.name, "mask_image.") ? "--mask" : nullptr;
 }
 
 }  // namespace
@@ -89,32 +155,15 @@ void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("--patch-mode", options.patch_mode, "How LoRAs are applied")
       ->check(CLI::IsMember({"auto", "direct", "sidecar"}));
   app.add_option("--priority", options.priority, "Higher runs first");
-  app.add_option("-n,--negative", options.negative, "Negative prompt");
-  app.add_option("-W,--width", options.width, "Pixels");
-  app.add_option("-H,--height", options.height, "Pixels");
-  app.add_option("-s,--steps", options.steps, "Steps");
-  app.add_option("-g,--guidance", options.guidance, "Guidance: that of a distilled FLUX, or of SD");
-  app.add_option("--true-cfg", options.true_cfg, "Classifier-free guidance scale");
-  app.add_option("--guidance-rescale", options.guidance_rescale,
-                 "SD: 0 to 1, takes back contrast of guidance");
-  app.add_option("--sampler", options.sampler, "Sampler; `latentctl info` lists them");
-  app.add_option("--schedule", options.schedule, "SD: how noise levels are spaced, karras and others");
-  app.add_option("--prompt-syntax", options.prompt_syntax, "SD: how weights are written in prompts")
-      ->check(CLI::IsMember({"plain", "compel", "a1111"}));
-  app.add_option("--prompt-2", options.prompt_2, "SDXL: prompt of the second text encoder");
-  app.add_option("--clip-skip", options.clip_skip, "SD: layers of CLIP to leave out");
-  app.add_option("--shift", options.shift, "Timestep shift");
-  app.add_option("--max-sequence-length", options.max_sequence_length, "Tokens of the long text encoder");
+  for (const RequestField& field : RequestFields()) {
+    if (!field.flag.empty()) AddFieldFlag(app, field, options.fields);
+  }
   app.add_option("--seed", options.seed, "Seed; drawn by the server when left out");
   app.add_option("-c,--count", options.count, "Pictures, of seed, seed + 1, …");
   AddInputFlags(app, options);
-  app.add_flag("--paste-back", options.paste_back, "Put back what --mask leaves, to the pixel");
   app.add_flag(
       "--metadata,!--no-metadata", options.metadata,
       "Let the pictures say how they were made, prompts included, for `replay` [as the server does]");
-  app.add_option("--denoising-start", options.denoising_start, "Where the job before stopped, 0 to 1");
-  app.add_option("--denoising-end", options.denoising_end, "Where to stop, 0 to 1");
-  app.add_option("--strength", options.strength, "How much of the init image is redone, above 0 to 1");
   app.add_option("--format", options.format, "Of the pictures; else by the extension of --out")
       ->check(CLI::IsMember({"png", "jpeg", "webp", "latents"}));
   app.add_option("--vae-tiling", options.vae_tiling, "Whether pictures are decoded and encoded in tiles")
@@ -144,46 +193,31 @@ v1::PatchMode PatchModeOf(const JobOptions& options) {
 
 absl::StatusOr<v1::GenerateParams> Params(const JobOptions& options) {
   v1::GenerateParams params;
-  if (options.negative) params.set_negative_prompt(*options.negative);
-  if (options.width) params.set_width(*options.width);
-  if (options.height) params.set_height(*options.height);
-  if (options.steps) params.set_steps(*options.steps);
-  if (options.guidance) params.set_guidance(*options.guidance);
-  if (options.true_cfg) params.set_true_cfg_scale(*options.true_cfg);
-  if (options.sampler) params.set_sampler(*options.sampler);
-  if (options.schedule) params.set_schedule(*options.schedule);
-  if (options.guidance_rescale) params.set_guidance_rescale(*options.guidance_rescale);
-  if (options.prompt_2) params.set_prompt_2(*options.prompt_2);
-  if (options.clip_skip) params.set_clip_skip(*options.clip_skip);
-  if (options.denoising_start) params.set_denoising_start(*options.denoising_start);
-  if (options.denoising_end) params.set_denoising_end(*options.denoising_end);
-  v1::PromptSyntax syntax = v1::PROMPT_SYNTAX_UNSPECIFIED;
-  v1::PromptSyntax_Parse(absl::StrCat("PROMPT_SYNTAX_", absl::AsciiStrToUpper(options.prompt_syntax)),
-                         &syntax);
-  params.set_prompt_syntax(syntax);
-  if (options.shift) params.set_shift(*options.shift);
-  if (options.max_sequence_length) params.set_max_sequence_length(*options.max_sequence_length);
   if (options.seed) params.set_seed(*options.seed);
   if (options.count) params.set_count(*options.count);
   if (!options.image.empty()) {
-    ASSIGN_OR_RETURN(std::string data, ReadLocalFile(options.image));
-    params.mutable_init_image()->set_data(std::move(data));
-    SetInitImageStrength(options, params);
-  } else if (options.strength) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", "--strength needs --image");
+    ASSIGN_OR_RETURN(*params.mutable_init_image()->mutable_data(), ReadLocalFile(options.image));
   }
   if (!options.mask.empty()) {
     ASSIGN_OR_RETURN(*params.mutable_mask_image()->mutable_data(), ReadLocalFile(options.mask));
-    if (options.paste_back) params.mutable_mask_image()->set_paste_back(true);
-  } else if (options.paste_back) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "USAGE", "--paste-back needs --mask");
   }
   if (!options.latents.empty()) {
     ASSIGN_OR_RETURN(*params.mutable_init_latents(), ReadLocalFile(options.latents));
+    if (options.fields.strength) params.mutable_init_image();
   }
   if (!options.control.empty()) {
     ASSIGN_OR_RETURN(*params.mutable_control_image()->mutable_data(), ReadLocalFile(options.control));
   }
+  for (const RequestField& field : RequestFields()) {
+    const char* picture = PictureFlag(field);
+    if (picture == nullptr || !IsSet(field, options.fields)) continue;
+    const bool given =
+        absl::StartsWith(field.name, "init_image.") ? params.has_init_image() : params.has_mask_image();
+    if (!given)
+      return MakeError(absl::StatusCode::kInvalidArgument, "USAGE",
+                       absl::StrCat(std::string(field.flag), " needs ", picture));
+  }
+  WriteScalars(options.fields, params);
   params.set_image_format(FormatOf(options));
   if (options.metadata) params.set_picture_metadata(*options.metadata);
   params.set_preview_every(options.preview_every);

@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "families/request_fields.h"
 #include "latentd/v1/denoise.pb.h"
 #include "server/ctl/images.h"
 
@@ -23,15 +24,10 @@ struct JobOptions {
   std::string patch_mode;
   int priority = 0;
 
-  std::optional<std::string> negative;
-  std::optional<int> width, height, steps, count, max_sequence_length;
-  std::optional<double> guidance, true_cfg, shift, strength, guidance_rescale, denoising_start, denoising_end;
-  std::optional<std::string> sampler, schedule, prompt_2;
-  std::optional<int> clip_skip;
-  std::string prompt_syntax;
+  RequestScalars fields;  // those of the table of request fields; the prompt has a place of its own
+  std::optional<int> count;
   std::optional<uint64_t> seed;
   std::string image, control, mask, latents;
-  bool paste_back = false;
   std::optional<bool> metadata;
   std::string format;
   std::string vae_tiling;

@@ -49,7 +49,7 @@ struct Arguments {
   JobOptions job;
   std::string prompt, prompt_flag;
   std::string idle_timeout;
-  std::string lora;
+  std::string lora, model;
   std::optional<std::string> lora_model;
   UploadOptions upload;
   std::string upload_ttl, delete_name;
@@ -132,6 +132,9 @@ int Main(int argc, char** argv) {
   AddJobFlags(*session, arguments.job);
 
   CLI::App* models = app.add_subcommand("models", "List the models");
+  CLI::App* model = app.add_subcommand(
+      "model", "Show a model, and what of a request it takes: fields, ranges, defaults, pictures");
+  model->add_option("name", arguments.model, "Model")->required();
   CLI::App* loras = app.add_subcommand("loras", "List the LoRAs");
   loras->add_option("-m,--model", arguments.lora_model, "Model to match them against");
   CLI::App* embeddings =
@@ -214,6 +217,8 @@ int Main(int argc, char** argv) {
     status = code.status();
   } else if (*models) {
     status = RunModels(global);
+  } else if (*model) {
+    status = RunModel(global, arguments.model);
   } else if (*loras) {
     status = RunLoras(global, arguments.lora_model);
   } else if (*embeddings) {

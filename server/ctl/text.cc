@@ -333,4 +333,24 @@ std::string ExpandOutput(absl::string_view pattern, const OutputName& name) {
   return absl::StrCat(pattern.substr(0, dot), "-", name.index, pattern.substr(dot));
 }
 
+std::string UsualText(const v1::RequestField& field) {
+  if (field.has_usual_text()) return field.usual_text();
+  return field.has_usual_number() ? absl::StrCat(field.usual_number()) : "";
+}
+
+std::string ValuesText(const v1::RequestField& field) {
+  if (field.choices_size() > 0) return absl::StrJoin(field.choices(), ", ");
+  std::string text;
+  if (field.has_min() && field.has_max()) {
+    text = absl::StrCat(field.above_min() ? "above " : "", field.min(), " to ", field.max());
+  } else if (field.has_min()) {
+    text = absl::StrCat("from ", field.min());
+  } else if (field.has_max()) {
+    text = absl::StrCat("up to ", field.max());
+  }
+  if (field.multiple() > 1) absl::StrAppend(&text, ", a multiple of ", field.multiple());
+  if (text.empty() && field.max_size() > 0) text = absl::StrCat("up to ", field.max_size(), " bytes");
+  return text;
+}
+
 }  // namespace latentd::ctl

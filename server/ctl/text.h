@@ -77,6 +77,11 @@ struct Column {
   bool cut_middle = false;
 };
 
+// Of a model's request field: what stands for it where it is left out, and what it may be ("8 to 4096, in
+// eights", "euler, heun, …").
+std::string UsualText(const v1::RequestField& field);
+std::string ValuesText(const v1::RequestField& field);
+
 // The heading and the rows, each in at most `width` columns; 0: as wide as they need to be.
 std::vector<std::string> FitTable(const std::vector<Column>& columns, const Rows& rows, int width);
 

@@ -24,6 +24,7 @@
 #include "server/rpc/params.h"
 #include "server/rpc/unary.h"
 #include "server/rpc/upload_call.h"
+#include "server/rpc/uses_message.h"
 #include "server/runtime/tensor_guard.h"
 #include "spdlog/spdlog.h"
 
@@ -288,6 +289,7 @@ grpc::ServerUnaryReactor* ModelServiceImpl::GetModel(grpc::CallbackServerContext
   return OnWorker(core_, context, response, [=, this]() -> absl::Status {
     ASSIGN_OR_RETURN(std::shared_ptr<const OpenModel> model, core_->catalog->Model(request->name()));
     *response->mutable_model() = ToProto(*model);
+    SetUses(model->pipeline->uses(), *response->mutable_model());
     return absl::OkStatus();
   });
 }

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "cache/base/error.h"
 #include "server/catalog/names.h"
+#include "server/rpc/field_messages.h"
 #include "server/rpc/params.h"
 
 namespace latentd {
@@ -13,6 +14,7 @@ namespace {
 constexpr int64_t kMaxParamsBytes = 512 << 10;  // without prompts that are too long and picture files
 constexpr int64_t kSmall = 16 << 10;
 constexpr int kShownBlocks = 16;
+constexpr int kMaxInputs = 16;
 
 absl::Status CheckSize(absl::string_view field, size_t bytes, size_t limit) {
   if (bytes <= limit) return absl::OkStatus();
@@ -28,12 +30,10 @@ absl::Status CheckNameBound(absl::string_view field, const std::string& name) {
 }
 
 absl::Status CheckBounds(const v1::GenerateParams& params, const Config& config) {
-  RETURN_IF_ERROR(CheckSize("params.prompt", params.prompt().size(), kMaxPromptBytes));
-  RETURN_IF_ERROR(CheckSize("params.negative_prompt", params.negative_prompt().size(), kMaxPromptBytes));
-  RETURN_IF_ERROR(CheckSize("params.prompt_2", params.prompt_2().size(), kMaxPromptBytes));
-  RETURN_IF_ERROR(CheckSize("params.negative_prompt_2", params.negative_prompt_2().size(), kMaxPromptBytes));
-  RETURN_IF_ERROR(CheckNameBound("params.sampler", params.sampler()));
-  RETURN_IF_ERROR(CheckNameBound("params.schedule", params.schedule()));
+  RequestScalars scalars;
+  RETURN_IF_ERROR(ReadScalars(params, scalars));
+  if (params.inputs_size() > kMaxInputs)
+    return FieldError("params.inputs", absl::StrCat("has more than ", kMaxInputs, " pictures"));
   const auto latents = static_cast<size_t>(config.max_image_bytes);
   RETURN_IF_ERROR(CheckSize("params.init_latents", params.init_latents().size(), latents));
   // Of lists, and fields to come.

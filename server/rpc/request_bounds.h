@@ -16,8 +16,6 @@ namespace latentd {
 // LoRAs of one set, and bytes that their references take together.
 inline constexpr int kMaxLoras = 64;
 inline constexpr int64_t kMaxLoraRefsBytes = 256 << 10;
-// Bytes of one prompt.
-inline constexpr size_t kMaxPromptBytes = 64 << 10;
 
 // Errors: INVALID_ARGUMENT INVALID_FIELD.
 absl::Status CheckBounds(const v1::GenerateParams& params, const Config& config);

@@ -37,15 +37,12 @@ grpc::ServerUnaryReactor* ServerServiceImpl::GetServerInfo(grpc::CallbackServerC
       out.set_threads(executor->threads());
     }
     for (const Family* family : AllFamilies()) response->add_families(std::string(family->name()));
-    std::set<std::string> samplers = {"euler"};  // FLUX's alone
-    for (const SamplerInfo& sampler : AllSamplers()) samplers.emplace(sampler.name);
-    for (const std::string& sampler : samplers) response->add_samplers(sampler);
-    for (const char* schedule :
-         {"karras", "exponential", "beta", "trailing", "sgm_uniform", "simple", "ays"}) {
-      response->add_schedules(schedule);
-    }
+    for (const SamplerInfo& sampler : AllSamplers()) response->add_samplers(std::string(sampler.name));
+    for (const absl::string_view schedule : SigmaScheduleNames())
+      response->add_schedules(std::string(schedule));
     response->add_image_formats(v1::IMAGE_FORMAT_PNG);
     response->add_image_formats(v1::IMAGE_FORMAT_JPEG);
+    response->add_image_formats(v1::IMAGE_FORMAT_WEBP);
     response->add_image_formats(v1::IMAGE_FORMAT_LATENTS);
     *response->mutable_limits() = LimitsToProto(core_->config);
     response->set_draining(core_->draining);

@@ -11,6 +11,7 @@
 #include "server/media/image_codec.h"
 #include "server/media/picture_memory.h"
 #include "server/media/picture_record.h"
+#include "server/rpc/field_messages.h"
 #include "server/rpc/params.h"
 #include "server/runtime/conditioning_key.h"
 #include "server/runtime/job_record.h"
@@ -109,6 +110,7 @@ std::string Job::device() const {
 absl::Status Job::Prepare() {
   phase_ = v1::JobInfo::PHASE_LOADING;
   const Pipeline& pipeline = *setup_.model->pipeline;
+  RETURN_IF_ERROR(FoldInputs(setup_.request));
   ASSIGN_OR_RETURN(params_, ParamsFromProto(setup_.request, core_->config));
   for (const PatchReport& report : reports_)
     params_.grown_inputs = std::max(params_.grown_inputs, GrownInputs(report));
@@ -513,9 +515,9 @@ void Job::Finish(absl::Status status) {
   latents_.reset();
   image_latents_.reset();
   pictures_.clear();
-  params_.init_image.reset();
-  params_.control_image.reset();
-  params_.mask_image.reset();
+  params_.SetPicture(MediaRole::kInit, {});
+  params_.SetPicture(MediaRole::kControl, {});
+  params_.SetPicture(MediaRole::kMask, {});
   params_.init_latents.reset();
   resources_ = nullptr;
   ReleaseEmbeddings();

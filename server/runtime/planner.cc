@@ -13,6 +13,7 @@
 #include "server/catalog/embedding_set.h"
 #include "server/catalog/lora_set.h"
 #include "server/media/picture_memory.h"
+#include "server/rpc/field_messages.h"
 #include "server/rpc/grpc_errors.h"
 #include "server/rpc/params.h"
 #include "server/runtime/conditioning_key.h"
@@ -395,7 +396,7 @@ class Planner {
 
   // Steps that are run of those that were asked for; the family decides, this is near enough for a time.
   int64_t Steps() const {
-    if (!params_.init_image.defined()) return *params_.steps;
+    if (!params_.has(MediaRole::kInit)) return *params_.steps;
     return std::max<int64_t>(1,
                              static_cast<int64_t>(static_cast<double>(*params_.steps) * *params_.strength));
   }
@@ -683,7 +684,9 @@ absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest
   ASSIGN_OR_RETURN(const PatchMode mode, PatchModeFromProto(request.patch_mode(), core.config));
   ASSIGN_OR_RETURN(std::vector<LoraChoice> loras,
                    ResolveLoras({request.loras().begin(), request.loras().end()}, *core.catalog));
-  ASSIGN_OR_RETURN(GenerateParams params, ParamsFromProto(request.params(), core.config));
+  v1::GenerateParams folded = request.params();
+  RETURN_IF_ERROR(FoldInputs(folded));
+  ASSIGN_OR_RETURN(GenerateParams params, ParamsFromProto(folded, core.config));
   if (!loras.empty())
     params.grown_inputs = GenerateParams::kUnknownInputs;  // they may not have been read yet
   ASSIGN_OR_RETURN(const std::vector<EmbeddingFile> bundled, EmbeddingsOfChoices(loras));

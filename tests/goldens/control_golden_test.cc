@@ -25,7 +25,7 @@ GenerateParams Params(const Golden& golden) {
   params.steps = golden.Int("steps");
   params.guidance = golden.Double("guidance");
   params.max_sequence_length = golden.Int("length");
-  params.control_image = golden["control_image"];
+  params.SetPicture(MediaRole::kControl, golden["control_image"]);
   params.seeds = {static_cast<uint64_t>(golden.Ints("seed")[0])};
   return params;
 }

@@ -127,7 +127,7 @@ GenerateParams Params(const Golden& golden) {
   params.true_cfg_scale = golden.Double("true_cfg_scale");
   params.max_sequence_length = golden.Int("length");
   if (golden.Has("init_image")) {
-    params.init_image = golden["init_image"];
+    params.SetPicture(MediaRole::kInit, golden["init_image"]);
     params.strength = golden.Double("strength");
   }
   for (int64_t i = 0; i < golden.Int("count"); ++i) {

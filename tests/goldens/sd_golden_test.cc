@@ -94,8 +94,8 @@ GenerateParams Params(const Golden& golden) {
     const auto tiles = Numbers(golden.Setting("tiles"));
     params.tiles = DenoiseTiles{.width = tiles[0], .height = tiles[1], .overlap = tiles[2]};
   }
-  if (golden.Has("init_image")) params.init_image = golden["init_image"];
-  if (golden.Has("mask_image")) params.mask_image = golden["mask_image"];
+  if (golden.Has("init_image")) params.SetPicture(MediaRole::kInit, golden["init_image"]);
+  if (golden.Has("mask_image")) params.SetPicture(MediaRole::kMask, golden["mask_image"]);
   std::vector<at::Tensor> latents;
   for (int64_t i = 0; i < golden.Int("count"); ++i) {
     params.seeds.push_back(static_cast<uint64_t>(golden.Ints(absl::StrCat("seed.", i))[0]));
@@ -243,15 +243,15 @@ TEST(SdGradientMask, DarkerPlacesAreRepaintedLater) {
   params.seeds.resize(1);
   params.sampler = "euler";
   auto last = [&](double grey) {
-    params.mask_image = at::full({16, 16, 3}, static_cast<int64_t>(grey * 255), at::kByte);
+    params.SetPicture(MediaRole::kMask, at::full({16, 16, 3}, static_cast<int64_t>(grey * 255), at::kByte));
     params.gradient_mask = true;
     return Generate(*pipeline, params).latents.back();
   };
   const at::Tensor white = last(1), grey = last(0.3), black = last(0);
   params.gradient_mask.reset();
-  params.mask_image = at::full({16, 16, 3}, 255, at::kByte);
+  params.SetPicture(MediaRole::kMask, at::full({16, 16, 3}, 255, at::kByte));
   EXPECT_TRUE(at::equal(white, Generate(*pipeline, params).latents.back()));
-  params.mask_image = at::zeros({16, 16, 3}, at::kByte);
+  params.SetPicture(MediaRole::kMask, at::zeros({16, 16, 3}, at::kByte));
   EXPECT_TRUE(at::equal(black, Generate(*pipeline, params).latents.back()));
   const double near = (grey - black).abs().max().item<double>(),
                far = (white - black).abs().max().item<double>();

@@ -111,8 +111,9 @@ TEST_F(SdOpenGolden, FoldersAreOfOneFamilyAndSayWhatTheyAre) {
     }
     GenerateParams params;
     if (c.variant == std::string("inpaint") || c.variant == std::string("refiner"))
-      params.init_image = at::zeros({8, 8, 3}, at::kByte);
-    if ((*pipeline)->variant() == "inpaint") params.mask_image = params.init_image;
+      params.SetPicture(MediaRole::kInit, at::zeros({8, 8, 3}, at::kByte));
+    if ((*pipeline)->variant() == "inpaint")
+      params.SetPicture(MediaRole::kMask, params.picture(MediaRole::kInit));
     EXPECT_TRUE((*pipeline)->Validate(params).ok());
     EXPECT_GT((*pipeline)->WorkingBytes("unet", params, {}), 0);
     GenerateParams large = params;
@@ -196,8 +197,9 @@ TEST_F(SdOpenGolden, AModelOfEdmIsDrawnByItsOwnSamplersOnly) {
            {"params.sampler", [](GenerateParams& p) { p.sampler = "ddim"; }},
            {"params.denoising_end", [](GenerateParams& p) { p.denoising_end = 0.5; }},
            {"params.schedule", [](GenerateParams& p) { p.schedule = "beta"; }},
-           {"params.gradient_mask", [](GenerateParams& p) {
-              p.init_image = p.mask_image = at::zeros({64, 64, 3}, at::kByte);
+           {"params.mask_image.gradient", [](GenerateParams& p) {
+              p.SetPicture(MediaRole::kInit, at::zeros({64, 64, 3}, at::kByte));
+              p.SetPicture(MediaRole::kMask, at::zeros({64, 64, 3}, at::kByte));
               p.gradient_mask = true;
             }}}) {
     GenerateParams params;
