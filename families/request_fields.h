@@ -22,8 +22,8 @@ namespace latentd {
 inline constexpr int64_t kMaxSteps = 1000;
 inline constexpr double kMaxGuidance = 100;
 inline constexpr size_t kMaxPromptBytes = 64 << 10;
-inline constexpr int64_t kMaxPictures = 64;   // of one request
-inline constexpr int64_t kMaxSide = 4096;     // of a picture, in pixels
+inline constexpr int64_t kMaxPictures = 64;  // of one request
+inline constexpr int64_t kMaxSide = 4096;    // of a picture, in pixels
 
 struct PixelSize {
   int64_t width = 0, height = 0;

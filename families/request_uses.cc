@@ -80,7 +80,7 @@ absl::Status CheckMedia(const GenerateParams& params, const RequestUses& uses, a
           input.field,
           absl::StrCat("is not known to ", family, " models: of pictures they take those for ",
                        absl::StrJoin(uses.media, ", ", [](std::string* out, const MediaUse& one) {
-                         out->append(MediaRoleName(one.role));
+                         absl::StrAppend(out, MediaRoleName(one.role));
                        })));
     }
     if (++given[input.role] > use->most) {

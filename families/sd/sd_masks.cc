@@ -6,7 +6,8 @@
 namespace latentd {
 
 at::Tensor PixelMask(const GenerateParams& params, bool binary) {
-  const at::Tensor rgb = ResizePicture(params.picture(MediaRole::kMask), *params.width, *params.height).to(at::kInt);
+  const at::Tensor rgb =
+      ResizePicture(params.picture(MediaRole::kMask), *params.width, *params.height).to(at::kInt);
   // Rec. 601 luma in Pillow's fixed point.
   const at::Tensor luma =
       (rgb.select(2, 0) * 19595 + rgb.select(2, 1) * 38470 + rgb.select(2, 2) * 7471 + 0x8000)

@@ -43,6 +43,7 @@ class FakePipeline : public Pipeline {
   absl::string_view variant() const override { return ""; }
   const std::vector<Component>& components() const override { return components_; }
   const ModelDefaults& defaults() const override { return defaults_; }
+  RequestUses MakeUses() const override { return UsesOf(defaults_, 8, {}); }
   absl::Status Validate(GenerateParams&) const override { return absl::OkStatus(); }
   std::vector<std::string> EncoderComponents(const GenerateParams&) const override { return {}; }
   absl::Status Encode(const std::string&, const WeightView&, const GenerateParams&,

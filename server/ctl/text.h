@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "latentd/v1/common.pb.h"
+#include "latentd/v1/model.pb.h"
 
 namespace latentd::ctl {
 

@@ -49,6 +49,7 @@ class NoopPipeline : public Pipeline {
   absl::string_view variant() const override { return ""; }
   const std::vector<Component>& components() const override { return components_; }
   const ModelDefaults& defaults() const override { return defaults_; }
+  RequestUses MakeUses() const override { return UsesOf(defaults(), 8, {}); }
   absl::Status Validate(GenerateParams& params) const override {
     if (!params.width) params.width = 8;
     if (!params.height) params.height = 8;
