@@ -90,7 +90,8 @@ void AddFieldFlag(CLI::App& app, const RequestField& field, RequestScalars& scal
         if constexpr (std::is_same_v<Member, std::monostate>) {
         } else if constexpr (std::is_same_v<Member, std::optional<bool> RequestScalars::*>) {
           // CLI11 gives a flag that was not given a value, too.
-          app.add_flag_function(flag, [&value = scalars.*member](int64_t) { value = true; }, help);
+          app.add_flag_function(
+              flag, [&value = scalars.*member](int64_t) { value = true; }, help);
         } else if constexpr (std::is_same_v<Member, std::vector<double> RequestScalars::*>) {
           app.add_option(flag, scalars.*member, help)->delimiter(',')->allow_extra_args(false);
         } else if constexpr (std::is_same_v<Member, std::optional<PixelSize> RequestScalars::*> ||
