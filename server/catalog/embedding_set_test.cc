@@ -181,7 +181,7 @@ TEST_F(EmbeddingSetTest, PromptsNameThemByWholeNamesAndLastParts) {
 
 TEST_F(EmbeddingSetTest, AFileOfSeveralStandsForEachOfThem) {
   WriteTensors("a/zoo/pets",
-               {{"<cat>", {2, 8}}, {"<dog>", {1, 8}}, {"<dog>_1", {1, 8}}, {"not/a name", {1, 8}}});
+               {{"<cat>", {2, 8}}, {"<dog>", {1, 8}}, {"<dog>_1", {1, 8}}, {"not//a name", {1, 8}}});
   Write("b/owl");
   const Catalog files = catalog();
   EXPECT_THAT(files.EmbeddingNames(), ElementsAre("owl", "zoo/pets/cat", "zoo/pets/dog"));
