@@ -101,6 +101,13 @@ const FieldUse* RequestUses::Find(absl::string_view name) const {
   return it == fields.end() ? nullptr : &*it;
 }
 
+void RequestUses::Refuse(absl::string_view name, std::string why) {
+  fields.erase(std::remove_if(fields.begin(), fields.end(),
+                              [&](const FieldUse& use) { return use.field->name == name; }),
+               fields.end());
+  refusals[std::string(name)] = std::move(why);
+}
+
 FieldUse& RequestUses::operator[](absl::string_view name) { return const_cast<FieldUse&>(*Find(name)); }
 
 RequestUses UsesOf(const ModelDefaults& defaults, int64_t multiple,
@@ -134,7 +141,11 @@ RequestUses UsesOf(const ModelDefaults& defaults, int64_t multiple,
 absl::Status CheckUses(const GenerateParams& params, const RequestUses& uses, absl::string_view family) {
   for (const RequestField& field : RequestFields()) {
     if (!IsSet(field, params) || uses.Find(field.name) != nullptr) continue;
-    return FieldError(field.path(), absl::StrCat("is not known to ", family, " models"));
+    const auto why = uses.refusals.find(std::string(field.name));
+    return FieldError(
+        field.path(),
+        absl::StrCat("is ", why != uses.refusals.end() ? why->second
+                                                       : absl::StrCat("not known to ", family, " models")));
   }
   RETURN_IF_ERROR(CheckMedia(params, uses, family));
   for (const FieldUse& use : uses.fields) {

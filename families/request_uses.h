@@ -5,6 +5,7 @@
 #define LATENTD_FAMILIES_REQUEST_USES_H_
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <variant>
 #include <vector>
@@ -45,10 +46,14 @@ struct RequestUses {
   std::vector<FieldUse> fields;  // in the table's order
   std::vector<MediaUse> media;
   bool init_latents = false;  // latents of another job may stand in place of an init image
+  // What is said of fields that are not taken, by name, where "is not known to … models" would leave a
+  // question open.
+  std::map<std::string, std::string> refusals;
 
   // REQUIRES: the model knows it.
   FieldUse& operator[](absl::string_view name);
   const FieldUse* Find(absl::string_view name) const;
+  void Refuse(absl::string_view name, std::string why);
 };
 
 // Of a model with these defaults, whose sides are multiples of `multiple` pixels: what every model takes, and

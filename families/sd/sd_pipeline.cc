@@ -92,6 +92,10 @@ RequestUses SdPipeline::MakeUses() const {
     uses["schedule"].choices.emplace_back(name);
   }
   uses.init_latents = true;
+  uses.Refuse("true_cfg_scale", absl::StrCat("not known to ", family(),
+                                             " models: classifier-free guidance is params.guidance here"));
+  uses.Refuse("max_sequence_length", absl::StrCat("not known to ", family(),
+                                                  " models: their text encoders read 77 tokens at a time"));
   uses.media = {{.role = MediaRole::kInit, .required = takes_mask()},
                 {.role = MediaRole::kMask, .required = takes_mask()}};
   return uses;
@@ -99,19 +103,6 @@ RequestUses SdPipeline::MakeUses() const {
 
 absl::Status SdPipeline::Validate(GenerateParams& params) const {
   const ModelDefaults& defaults = parts_.defaults;
-  if (params.true_cfg_scale) {
-    return FieldError("params.true_cfg_scale",
-                      absl::StrCat("is not known to ", family(),
-                                   " models: classifier-free guidance is params.guidance here"));
-  }
-  if (params.shift) return FieldError("params.shift", absl::StrCat("is not known to ", family(), " models"));
-  if (params.max_sequence_length) {
-    return FieldError("params.max_sequence_length",
-                      absl::StrCat("is not known to ", family(),
-                                   " models: their text encoders read 77 tokens at a "
-                                   "time"));
-  }
-
   RETURN_IF_ERROR(CheckUses(params, uses(), family()));
 
   FillSize({defaults.width, defaults.height}, parts_.vae->config().scale(), params);

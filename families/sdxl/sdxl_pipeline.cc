@@ -27,22 +27,31 @@ constexpr absl::string_view kFields[] = {"prompt_2",
                                          "negative_aesthetic_score",
                                          "denoise_tiles"};
 
-constexpr double kScore = 6, kNegativeScore = 2.5, kMaxScore = 100;
-constexpr double kMaxExtent = 1 << 16;
+constexpr double kScore = 6, kNegativeScore = 2.5;
 constexpr int64_t kNumbersWithScore = 5;
-
-absl::Status CheckExtent(absl::string_view field, const std::optional<PixelSize>& size) {
-  if (!size) return absl::OkStatus();
-  if (absl::Status status = CheckRange(field, static_cast<double>(size->width), 1, kMaxExtent);
-      !status.ok()) {
-    return status;
-  }
-  return CheckRange(field, static_cast<double>(size->height), 1, kMaxExtent);
-}
 
 }  // namespace
 
 absl::Span<const absl::string_view> SdxlPipeline::OwnFields() const { return kFields; }
+
+RequestUses SdxlPipeline::MakeUses() const {
+  RequestUses uses = SdPipeline::MakeUses();
+  if (!takes_score()) {
+    for (const char* field : {"aesthetic_score", "negative_aesthetic_score"}) {
+      uses.Refuse(field, "known to the refiner alone");
+    }
+    return uses;
+  }
+  uses["aesthetic_score"].usual = kScore;
+  uses["negative_aesthetic_score"].usual = kNegativeScore;
+  uses.Refuse("target_size", "not known to the refiner");
+  if (parts_.encoders.size() < 2) {
+    for (const char* field : {"prompt_2", "negative_prompt_2"}) {
+      uses.Refuse(field, "without a text encoder to read it: the refiner has one, for params.prompt");
+    }
+  }
+  return uses;
+}
 
 bool SdxlPipeline::takes_score() const {
   return parts_.unet->config().time_ids(parts_.encoders.back().model->config().projection) ==
@@ -50,33 +59,13 @@ bool SdxlPipeline::takes_score() const {
 }
 
 absl::Status SdxlPipeline::ValidateOwn(GenerateParams& params) const {
-  RETURN_IF_ERROR(CheckExtent("params.original_size", params.original_size));
-  RETURN_IF_ERROR(CheckExtent("params.target_size", params.target_size));
-  const PixelPoint crop = params.crop.value_or(PixelPoint());
-  RETURN_IF_ERROR(CheckRange("params.crop", static_cast<double>(crop.left), 0, kMaxExtent));
-  RETURN_IF_ERROR(CheckRange("params.crop", static_cast<double>(crop.top), 0, kMaxExtent));
-  if (!takes_score()) {
-    for (const auto& [field, score] :
-         {std::pair{"params.aesthetic_score", params.aesthetic_score},
-          {"params.negative_aesthetic_score", params.negative_aesthetic_score}}) {
-      if (score) return FieldError(field, "is known to the refiner alone");
-    }
-    return absl::OkStatus();
-  }
-  if (params.target_size) return FieldError("params.target_size", "is not known to the refiner");
+  if (!takes_score()) return absl::OkStatus();
   if (!params.has(MediaRole::kInit) && !params.init_latents.defined()) {
     return FieldError(
         "params.init_image",
         "is missing: the refiner goes on from a picture, or from params.init_latents of the base model");
   }
-  if (parts_.encoders.size() < 2 && params.prompt_2) {
-    return FieldError("params.prompt_2",
-                      "has no text encoder to read it: the refiner has one, for params.prompt");
-  }
-  RETURN_IF_ERROR(
-      CheckRange("params.aesthetic_score", params.aesthetic_score.value_or(kScore), 0, kMaxScore));
-  return CheckRange("params.negative_aesthetic_score",
-                    params.negative_aesthetic_score.value_or(kNegativeScore), 0, kMaxScore);
+  return absl::OkStatus();
 }
 
 absl::Status SdxlPipeline::AddToRow(const GenerateParams& params, bool negative, SdPromptRow& row) const {

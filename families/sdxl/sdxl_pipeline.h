@@ -16,6 +16,7 @@ class SdxlPipeline : public SdPipeline {
   absl::string_view family() const override { return "sdxl"; }
 
  protected:
+  RequestUses MakeUses() const override;
   absl::Span<const absl::string_view> OwnFields() const override;
   absl::Status ValidateOwn(GenerateParams& params) const override;
   ClipTap Tap(const SdEncoder& encoder, int64_t skip) const override {
