@@ -16,6 +16,8 @@ MODELS = ("tiny-dev", "tiny-schnell", "tiny-sd15", "tiny-sd15-inpaint", "tiny-sd
 ROLES = {"init": denoise_pb2.MEDIA_ROLE_INIT, "mask": denoise_pb2.MEDIA_ROLE_MASK,
          "control": denoise_pb2.MEDIA_ROLE_CONTROL}
 TYPES = model_pb2.RequestFieldType
+# Whose range depends on the sampler: eta is DDIM's and TCD's, and LCM has no more steps than its training list.
+SAMPLERS_OWN = ("eta", "steps")
 
 
 def picture(shade=90, size=(64, 64)):
@@ -92,7 +94,7 @@ def test_numbers_are_taken_in_their_range_and_refused_outside(served, name):
         if field.HasField("min"):
             outside = field.min if field.above_min else field.min - (1 if whole else 0.01)
             assert refusal(served, name, params_for(model, **{field.name: int(outside) if whole else outside})) == path
-        if field.HasField("min") and field.HasField("max") and field.name != "eta":  # which is DDIM's
+        if field.HasField("min") and field.HasField("max") and field.name not in SAMPLERS_OWN:
             middle = (field.min + field.max) / 2
             middle = int(middle) // max(field.multiple, 1) * max(field.multiple, 1) if whole else middle
             assert refusal(served, name, params_for(model, **{field.name: middle})) is None, field.name
