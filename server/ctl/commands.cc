@@ -202,10 +202,10 @@ absl::Status RunModel(const GlobalOptions& global, const std::string& name) {
                                  media.max_count() > 1 ? absl::StrCat(", up to ", media.max_count()) : "")});
   }
   Print(PairsText(rows));
-  Rows fields = {{"FIELD", "DEFAULT", "VALUES", "WHAT IT DOES"}};
+  Rows fields = {{"FIELD", "DEFAULT", "WHAT IT DOES", "VALUES"}};
   for (const v1::RequestField& field : model.fields()) {
-    fields.push_back({Printable(field.name()), Printable(UsualText(field)), Printable(ValuesText(field)),
-                      Printable(field.description())});
+    fields.push_back({Printable(field.name()), Printable(UsualText(field)), Printable(field.description()),
+                      Printable(ValuesText(field))});
   }
   Print(absl::StrCat("\n", TableText(fields)));
   return absl::OkStatus();

@@ -343,7 +343,7 @@ std::string ValuesText(const v1::RequestField& field) {
   if (field.choices_size() > 0) return absl::StrJoin(field.choices(), ", ");
   std::string text;
   if (field.has_min() && field.has_max()) {
-    text = absl::StrCat(field.above_min() ? "above " : "", field.min(), " to ", field.max());
+    text = absl::StrCat(field.above_min() ? "above " : "from ", field.min(), " to ", field.max());
   } else if (field.has_min()) {
     text = absl::StrCat("from ", field.min());
   } else if (field.has_max()) {
