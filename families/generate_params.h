@@ -23,8 +23,6 @@ struct PromptEmbedding {
   std::string name;    // as it is served
   std::string id;      // stands for the file as it is
   int64_t tokens = 0;  // that it takes in a prompt
-  // While prompts are encoded; whoever sets it holds the record. Null before and after, and in a plan.
-  std::shared_ptr<const TextEmbedding> vectors;
 };
 
 // A picture that goes in: uint8 [H, W, 3] of any size, in host memory.

@@ -225,7 +225,9 @@ std::vector<std::string> FluxPipeline::EncoderComponents(const GenerateParams& p
 }
 
 absl::Status FluxPipeline::Encode(const std::string& component, const WeightView& weights,
-                                  const GenerateParams& params, Conditioning& conditioning) const {
+                                  const GenerateParams& params,
+                                  const std::vector<std::shared_ptr<const TextEmbedding>>& embeddings,
+                                  Conditioning& conditioning) const {
   c10::InferenceMode inference;
   auto encode = [&](const std::string& text, const char* pooled_key, const char* t5_key) {
     if (component == "text_encoder") {
@@ -370,14 +372,14 @@ at::Tensor FluxPipeline::Preview(const at::Tensor& latents) const {
 }
 
 int64_t FluxPipeline::WorkingBytes(const std::string& component, const GenerateParams& params,
-                                   const PhaseOptions& options) const {
+                                   const PhaseOptions& options, bool encodes_picture) const {
   const std::vector<int64_t> shape = LatentShape(params);
   const auto pictures = static_cast<int64_t>(params.seeds.size());
   const int64_t latent_bytes = shape[1] * shape[2] * shape[3] * pictures * int64_t{sizeof(float)};
   const WeightUse use = UseOf(*this, component, options);
   const int64_t prompts = UsesNegative(params) ? 2 : 1;
   if (component == "vae") {
-    return options.encodes_picture
+    return encodes_picture
                ? 3 * latent_bytes + parts_.vae->EncodeBytes(*params.width, *params.height, options.tile, use)
                : parts_.vae->DecodeBytes(*params.width, *params.height, options.tile, use);
   }

@@ -14,8 +14,8 @@
 #include "absl/status/statusor.h"
 #include "families/encoders/clip_text_model.h"
 #include "families/encoders/t5_encoder.h"
-#include "families/family.h"
 #include "families/flux/flux_transformer.h"
+#include "families/image_pipeline.h"
 #include "families/sampling/flow_match.h"
 #include "families/tokenizers/clip_tokenizer.h"
 #include "families/tokenizers/t5_tokenizer.h"
@@ -39,7 +39,7 @@ struct FluxParts {
   LatentPreview preview;
 };
 
-class FluxPipeline : public Pipeline {
+class FluxPipeline : public ImagePipeline {
  public:
   explicit FluxPipeline(FluxParts parts) : parts_(std::move(parts)) {}
 
@@ -52,11 +52,11 @@ class FluxPipeline : public Pipeline {
 
   std::vector<std::string> EncoderComponents(const GenerateParams& params) const override;
   absl::Status Encode(const std::string& component, const WeightView& weights, const GenerateParams& params,
+                      const std::vector<std::shared_ptr<const TextEmbedding>>& embeddings,
                       Conditioning& conditioning) const override;
   std::string EncodeKey(const std::string& component, const GenerateParams& params) const override;
   int64_t ConditioningBytes(const std::string& component, const GenerateParams& params) const override;
 
-  std::string image_encoder_component() const override { return "vae"; }
   absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params,
                                          const PhaseOptions& options) const override;
 
@@ -64,14 +64,13 @@ class FluxPipeline : public Pipeline {
   absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params, Conditioning conditioning,
                                                   at::Tensor image_latents) const override;
 
-  std::string decoder_component() const override { return "vae"; }
   absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
                                     const PhaseOptions& options) const override;
   absl::StatusOr<std::vector<TokenCount>> CountTokens(const GenerateParams& params) const override;
   int64_t SmallerTile(const GenerateParams& params, int64_t tile) const override;
   at::Tensor Preview(const at::Tensor& latents) const override;
   int64_t WorkingBytes(const std::string& component, const GenerateParams& params,
-                       const PhaseOptions& options) const override;
+                       const PhaseOptions& options, bool encodes_picture = false) const override;
   std::string ShapeKey(const std::string& component, const GenerateParams& params) const override;
 
   const FluxParts& parts() const { return parts_; }

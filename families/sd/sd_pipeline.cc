@@ -267,13 +267,13 @@ absl::Status SdPipeline::CheckEmbedding(const std::string& name, const TextEmbed
       {{"embedding", name}, {"has", shape.ToString()}, {"wants", wanted.ToString()}});
 }
 
-absl::StatusOr<at::Tensor> SdPipeline::EmbeddingRowsOf(const SdEncoder& encoder,
-                                                       const GenerateParams& params) const {
+absl::StatusOr<at::Tensor> SdPipeline::EmbeddingRowsOf(
+    const SdEncoder& encoder, const GenerateParams& params,
+    const std::vector<std::shared_ptr<const TextEmbedding>>& embeddings) const {
+  if (embeddings.size() != params.embeddings.size())
+    return absl::InternalError("an embedding was not loaded");
   std::vector<at::Tensor> rows;
-  for (const PromptEmbedding& embedding : params.embeddings) {
-    if (embedding.vectors == nullptr) return absl::InternalError("an embedding was not loaded");
-    rows.push_back(embedding.vectors->vectors(VectorsFor(encoder)));
-  }
+  for (const auto& embedding : embeddings) rows.push_back(embedding->vectors(VectorsFor(encoder)));
   return rows.empty() ? at::Tensor() : at::cat(rows);
 }
 
@@ -357,14 +357,16 @@ int64_t SdPipeline::Tokens(const GenerateParams& params) const {
 }
 
 absl::Status SdPipeline::Encode(const std::string& component, const WeightView& weights,
-                                const GenerateParams& params, Conditioning& conditioning) const {
+                                const GenerateParams& params,
+                                const std::vector<std::shared_ptr<const TextEmbedding>>& embeddings,
+                                Conditioning& conditioning) const {
   c10::InferenceMode inference;
   const auto encoder = std::find_if(parts_.encoders.begin(), parts_.encoders.end(),
                                     [&](const SdEncoder& e) { return e.component == component; });
   if (encoder == parts_.encoders.end())
     return absl::InternalError(absl::StrCat(component, " is no text encoder"));
   const int64_t tokens = Tokens(params);
-  ASSIGN_OR_RETURN(const at::Tensor rows, EmbeddingRowsOf(*encoder, params));
+  ASSIGN_OR_RETURN(const at::Tensor rows, EmbeddingRowsOf(*encoder, params, embeddings));
   for (const bool negative : {false, true}) {
     if (negative && !EncodesNegative(params)) continue;
     const ClipTap tap = Tap(*encoder, negative ? 0 : params.clip_skip.value_or(0));
@@ -591,13 +593,13 @@ at::Tensor SdPipeline::Preview(const at::Tensor& latents) const {
 }
 
 int64_t SdPipeline::WorkingBytes(const std::string& component, const GenerateParams& params,
-                                 const PhaseOptions& options) const {
+                                 const PhaseOptions& options, bool encodes_picture) const {
   const std::vector<int64_t> shape = LatentShape(params);
   const auto pictures = static_cast<int64_t>(params.seeds.size());
   const int64_t latent_bytes = shape[1] * shape[2] * shape[3] * pictures * int64_t{sizeof(float)};
   const WeightUse use = UseOf(*this, component, options);
   if (component == "vae") {
-    if (!options.encodes_picture) {
+    if (!encodes_picture) {
       return parts_.vae->DecodeBytes(*params.width, *params.height, options.tile, use);
     }
     // With a mask, what it leaves of the picture is a second one beside it.

@@ -19,7 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "families/encoders/clip_text_model.h"
-#include "families/family.h"
+#include "families/image_pipeline.h"
 #include "families/prompt/prompt_schedule.h"
 #include "families/sampling/sampler.h"
 #include "families/sampling/scheduler_config.h"
@@ -49,7 +49,7 @@ struct SdParts {
   bool zeros_without_negative = false;  // no negative prompt is a conditioning of zeros, not an empty text
 };
 
-class SdPipeline : public Pipeline {
+class SdPipeline : public ImagePipeline {
  public:
   explicit SdPipeline(SdParts parts) : parts_(std::move(parts)) {}
 
@@ -64,13 +64,13 @@ class SdPipeline : public Pipeline {
 
   std::vector<std::string> EncoderComponents(const GenerateParams& params) const override;
   absl::Status Encode(const std::string& component, const WeightView& weights, const GenerateParams& params,
+                      const std::vector<std::shared_ptr<const TextEmbedding>>& embeddings,
                       Conditioning& conditioning) const override;
   std::string EncodeKey(const std::string& component, const GenerateParams& params) const override;
   int64_t ConditioningBytes(const std::string& component, const GenerateParams& params) const override;
 
   // [N, C, h, w] samples of the init image, one per seed; with a mask and a network that takes it [N, 2·C, h,
   // w], followed by those of what the mask leaves.
-  std::string image_encoder_component() const override { return "vae"; }
   absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params,
                                          const PhaseOptions& options) const override;
 
@@ -78,7 +78,6 @@ class SdPipeline : public Pipeline {
   absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params, Conditioning conditioning,
                                                   at::Tensor init_latents) const override;
 
-  std::string decoder_component() const override { return "vae"; }
   absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
                                     const PhaseOptions& options) const override;
   at::Tensor Finish(const at::Tensor& picture, const GenerateParams& params) const override;
@@ -86,7 +85,7 @@ class SdPipeline : public Pipeline {
   int64_t SmallerTile(const GenerateParams& params, int64_t tile) const override;
   at::Tensor Preview(const at::Tensor& latents) const override;
   int64_t WorkingBytes(const std::string& component, const GenerateParams& params,
-                       const PhaseOptions& options) const override;
+                       const PhaseOptions& options, bool encodes_picture = false) const override;
   std::string ShapeKey(const std::string& component, const GenerateParams& params) const override;
 
   const SdParts& parts() const { return parts_; }
@@ -116,7 +115,9 @@ class SdPipeline : public Pipeline {
   // What an encoder is given as the wanted or the unwanted prompt, with marks in place of embeddings' names.
   SdText TextOf(const SdEncoder& encoder, const GenerateParams& params, bool negative) const;
   // Vectors of all embeddings for an encoder, one after the other as the marks have them; undefined for none.
-  absl::StatusOr<at::Tensor> EmbeddingRowsOf(const SdEncoder& encoder, const GenerateParams& params) const;
+  absl::StatusOr<at::Tensor> EmbeddingRowsOf(
+      const SdEncoder& encoder, const GenerateParams& params,
+      const std::vector<std::shared_ptr<const TextEmbedding>>& embeddings) const;
   // All that TextOf comes to over the steps of a run. Errors: those of ScheduleA1111Prompt.
   absl::StatusOr<PromptSchedule> ScheduleOf(const SdText& text, const GenerateParams& params,
                                             bool negative) const;

@@ -65,10 +65,7 @@ class Resolver {
     if (absl::Status status = pipeline_.CheckEmbedding(file->name, opened->shape); !status.ok()) {
       return OfField(status, field);
     }
-    embeddings.push_back({.name = file->name,
-                          .id = opened->request.key.id,
-                          .tokens = opened->shape.tokens,
-                          .vectors = nullptr});
+    embeddings.push_back({.name = file->name, .id = opened->request.key.id, .tokens = opened->shape.tokens});
     requests_.push_back(std::move(opened->request));
     return true;
   }
@@ -159,10 +156,11 @@ absl::StatusOr<std::vector<LockRequest>> ResolveEmbeddings(const Pipeline& pipel
   return resolver.TakeRequests();
 }
 
-absl::Status SetVectors(const Pipeline& pipeline, absl::Span<const LockHandle> handles,
-                        GenerateParams& params) {
+absl::StatusOr<std::vector<std::shared_ptr<const TextEmbedding>>> VectorsOf(
+    const Pipeline& pipeline, absl::Span<const LockHandle> handles, const GenerateParams& params) {
+  std::vector<std::shared_ptr<const TextEmbedding>> all;
   for (size_t i = 0; i < handles.size(); ++i) {
-    PromptEmbedding& embedding = params.embeddings[i];
+    const PromptEmbedding& embedding = params.embeddings[i];
     auto vectors = std::static_pointer_cast<const TextEmbedding>(handles[i].resource());
     if (vectors->shape().tokens != embedding.tokens ||
         !pipeline.CheckEmbedding(embedding.name, vectors->shape()).ok()) {
@@ -171,13 +169,9 @@ absl::Status SetVectors(const Pipeline& pipeline, absl::Span<const LockHandle> h
           absl::StrCat("embedding ", embedding.name, " was replaced while it was read; try again"),
           {{"embedding", embedding.name}, {"retry_ms", "100"}});
     }
-    embedding.vectors = std::move(vectors);
+    all.push_back(std::move(vectors));
   }
-  return absl::OkStatus();
-}
-
-void DropVectors(GenerateParams& params) {
-  for (PromptEmbedding& embedding : params.embeddings) embedding.vectors = nullptr;
+  return all;
 }
 
 }  // namespace latentd

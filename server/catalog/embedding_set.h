@@ -36,12 +36,10 @@ absl::StatusOr<std::vector<LockRequest>> ResolveEmbeddings(const Pipeline& pipel
                                                            GenerateParams& params,
                                                            const std::vector<EmbeddingFile>& bundled = {});
 
-// Puts the vectors of locked records into `params`, in the order of ResolveEmbeddings. They are taken out
-// again (DropVectors) before the handles go. Errors: ABORTED EMBEDDING_CHANGED for a file that was replaced
-// between the two.
-absl::Status SetVectors(const Pipeline& pipeline, absl::Span<const LockHandle> handles,
-                        GenerateParams& params);
-void DropVectors(GenerateParams& params);
+// The vectors of locked records, in the order of ResolveEmbeddings. They go before the handles do. Errors:
+// ABORTED EMBEDDING_CHANGED for a file that was replaced between the two.
+absl::StatusOr<std::vector<std::shared_ptr<const TextEmbedding>>> VectorsOf(
+    const Pipeline& pipeline, absl::Span<const LockHandle> handles, const GenerateParams& params);
 
 }  // namespace latentd
 

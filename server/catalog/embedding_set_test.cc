@@ -44,35 +44,10 @@ class FakePipeline : public Pipeline {
   const std::vector<Component>& components() const override { return components_; }
   const ModelDefaults& defaults() const override { return defaults_; }
   RequestUses MakeUses() const override { return UsesOf(defaults_, 8, {}); }
-  absl::Status Validate(GenerateParams&) const override { return absl::OkStatus(); }
-  std::vector<std::string> EncoderComponents(const GenerateParams&) const override { return {}; }
-  absl::Status Encode(const std::string&, const WeightView&, const GenerateParams&,
-                      Conditioning&) const override {
-    return absl::OkStatus();
-  }
-  std::string EncodeKey(const std::string&, const GenerateParams&) const override { return ""; }
-  int64_t ConditioningBytes(const std::string&, const GenerateParams&) const override { return 0; }
-  std::string image_encoder_component() const override { return ""; }
-  absl::StatusOr<at::Tensor> EncodeImage(const WeightView&, const GenerateParams&,
-                                         const PhaseOptions&) const override {
-    return at::Tensor();
-  }
-  std::string denoiser_component() const override { return ""; }
-  absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams&, Conditioning,
-                                                  at::Tensor) const override {
+  absl::StatusOr<std::shared_ptr<const Run>> Prepare(GenerateParams) const override {
     return absl::UnimplementedError("");
   }
-  std::string decoder_component() const override { return ""; }
-  absl::StatusOr<at::Tensor> Decode(const WeightView&, const at::Tensor&,
-                                    const PhaseOptions&) const override {
-    return at::Tensor();
-  }
-  int64_t SmallerTile(const GenerateParams&, int64_t) const override { return 0; }
-  at::Tensor Preview(const at::Tensor&) const override { return {}; }
-  int64_t WorkingBytes(const std::string&, const GenerateParams&, const PhaseOptions&) const override {
-    return 0;
-  }
-  std::string ShapeKey(const std::string&, const GenerateParams&) const override { return ""; }
+  std::string denoiser_component() const override { return ""; }
 
  private:
   std::vector<Component> components_;
@@ -283,13 +258,11 @@ TEST_F(EmbeddingSetTest, VectorsAreThoseThatWereFound) {
   ModelCache cache(&ram, {});
   const auto handles = cache.LockAll(*requests, {.owner = "job"});
   ASSERT_TRUE(handles.ok()) << handles.status();
-  ASSERT_TRUE(SetVectors(pipeline_, *handles, params_).ok());
-  EXPECT_EQ(params_.embeddings[0].vectors.get(), (*handles)[0].resource().get());
-  DropVectors(params_);
-  EXPECT_EQ(params_.embeddings[0].vectors, nullptr);
-  params_.embeddings[0].tokens = 3;  // as if another file had stood there when the header was read
-  EXPECT_EQ(ErrorReason(SetVectors(pipeline_, *handles, params_)), "EMBEDDING_CHANGED");
-  EXPECT_EQ(params_.embeddings[0].vectors, nullptr);
+  const auto vectors = VectorsOf(pipeline_, *handles, params_);
+  ASSERT_TRUE(vectors.ok()) << vectors.status();
+  EXPECT_EQ((*vectors)[0].get(), (*handles)[0].resource().get());
+  params_.embeddings[0].tokens += 1;
+  EXPECT_EQ(ErrorReason(VectorsOf(pipeline_, *handles, params_).status()), "EMBEDDING_CHANGED");
 }
 
 TEST_F(EmbeddingSetTest, ThereIsALimit) {

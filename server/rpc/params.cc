@@ -103,8 +103,8 @@ absl::StatusOr<GenerateParams> ParamsFromProto(const v1::GenerateParams& proto, 
 namespace {
 
 absl::StatusOr<TileChoice> TilesOf(absl::string_view field, bool given, int64_t tile, v1::VaeTiling tiling,
-                                   const Pipeline& pipeline, const GenerateParams& params) {
-  const int64_t largest = pipeline.SmallerTile(params, 0);
+                                   const Run& run) {
+  const int64_t largest = run.SmallerTile(0);
   if (!given) {
     switch (tiling) {
       case v1::VAE_TILING_ALWAYS:
@@ -116,24 +116,23 @@ absl::StatusOr<TileChoice> TilesOf(absl::string_view field, bool given, int64_t 
     }
   }
   std::vector<int64_t> sizes = {0};
-  for (int64_t size = largest; size != 0; size = pipeline.SmallerTile(params, size)) sizes.push_back(size);
+  for (int64_t size = largest; size != 0; size = run.SmallerTile(size)) sizes.push_back(size);
   if (std::find(sizes.begin(), sizes.end(), tile) != sizes.end()) return TileChoice{.first = tile};
-  return FieldError(field, absl::StrCat(tile, " is no tile of this model's for a picture of ", *params.width,
-                                        "×", *params.height, "; there are ", absl::StrJoin(sizes, ", ")));
+  return FieldError(
+      field, absl::StrCat(tile, " is no tile of this model's for a picture of ", *run.params().width, "×",
+                          *run.params().height, "; there are ", absl::StrJoin(sizes, ", ")));
 }
 
 }  // namespace
 
-absl::StatusOr<TileChoice> EncodeTiles(const v1::GenerateParams& request, const Pipeline& pipeline,
-                                       const GenerateParams& params) {
+absl::StatusOr<TileChoice> EncodeTiles(const v1::GenerateParams& request, const Run& run) {
   return TilesOf("params.encode_tile", request.has_encode_tile(), request.encode_tile(), request.vae_tiling(),
-                 pipeline, params);
+                 run);
 }
 
-absl::StatusOr<TileChoice> DecodeTiles(const v1::GenerateParams& request, const Pipeline& pipeline,
-                                       const GenerateParams& params) {
+absl::StatusOr<TileChoice> DecodeTiles(const v1::GenerateParams& request, const Run& run) {
   return TilesOf("params.decode_tile", request.has_decode_tile(), request.decode_tile(), request.vae_tiling(),
-                 pipeline, params);
+                 run);
 }
 
 bool WantsMetadata(const v1::GenerateParams& request, const Config& config) {

@@ -32,10 +32,8 @@ struct TileChoice {
 };
 // REQUIRES: params passed Validate. Errors: INVALID_ARGUMENT INVALID_FIELD for a tile that the VAE cannot
 // have.
-absl::StatusOr<TileChoice> EncodeTiles(const v1::GenerateParams& request, const Pipeline& pipeline,
-                                       const GenerateParams& params);
-absl::StatusOr<TileChoice> DecodeTiles(const v1::GenerateParams& request, const Pipeline& pipeline,
-                                       const GenerateParams& params);
+absl::StatusOr<TileChoice> EncodeTiles(const v1::GenerateParams& request, const Run& run);
+absl::StatusOr<TileChoice> DecodeTiles(const v1::GenerateParams& request, const Run& run);
 
 // Whether the job's pictures are to say how they were made.
 bool WantsMetadata(const v1::GenerateParams& request, const Config& config);

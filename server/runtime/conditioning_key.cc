@@ -5,13 +5,14 @@
 
 namespace latentd {
 
-ModelKey ConditioningKey(const OpenModel& model, const std::string& component, const GenerateParams& params,
+ModelKey ConditioningKey(const OpenModel& model, const Run& run, size_t phase,
                          const std::vector<ConditioningSource>& sources, PatchMode mode) {
-  std::string all = model.pipeline->EncodeKey(component, params);
+  std::string all = run.OutputKey(phase);
   for (const ConditioningSource& source : sources) {
     absl::StrAppend(&all, "\n", source.lora.ToString(), "*", source.strength, "/", static_cast<int>(mode));
   }
-  return {model.id, absl::StrCat("conditioning/", component, "/", Sha256Hex(all).substr(0, 32))};
+  return {model.id, absl::StrCat("conditioning/", run.phases()[phase].components[0], "/",
+                                 Sha256Hex(all).substr(0, 32))};
 }
 
 }  // namespace latentd

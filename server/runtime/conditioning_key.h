@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cache/model_key.h"
-#include "families/generate_params.h"
+#include "families/run.h"
 #include "patcher/layer_patcher.h"
 #include "server/catalog/catalog.h"
 
@@ -20,7 +20,7 @@ struct ConditioningSource {
 
 // All that the conditioning depends on goes into it: model, encoder, prompts, and the LoRAs on the encoder,
 // in order of name. As a hash: names of records are shown, prompts are not.
-ModelKey ConditioningKey(const OpenModel& model, const std::string& component, const GenerateParams& params,
+ModelKey ConditioningKey(const OpenModel& model, const Run& run, size_t phase,
                          const std::vector<ConditioningSource>& sources, PatchMode mode);
 
 }  // namespace latentd

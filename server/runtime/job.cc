@@ -111,22 +111,21 @@ absl::Status Job::Prepare() {
   phase_ = v1::JobInfo::PHASE_LOADING;
   const Pipeline& pipeline = *setup_.model->pipeline;
   RETURN_IF_ERROR(FoldInputs(setup_.request));
-  ASSIGN_OR_RETURN(params_, ParamsFromProto(setup_.request, core_->config));
+  ASSIGN_OR_RETURN(GenerateParams params, ParamsFromProto(setup_.request, core_->config));
   for (const PatchReport& report : reports_)
-    params_.grown_inputs = std::max(params_.grown_inputs, GrownInputs(report));
-  RETURN_IF_ERROR(LockEmbeddings());
-  RETURN_IF_ERROR(pipeline.Validate(params_));
-  RETURN_IF_ERROR(CheckPixels(params_, core_->config));
-  ASSIGN_OR_RETURN(encode_tiles_, EncodeTiles(setup_.request, pipeline, params_));
-  ASSIGN_OR_RETURN(decode_tiles_, DecodeTiles(setup_.request, pipeline, params_));
-  ASSIGN_OR_RETURN(tokens_, pipeline.CountTokens(params_));
-  notices_ = LoraTagNotices(params_);
+    params.grown_inputs = std::max(params.grown_inputs, GrownInputs(report));
+  RETURN_IF_ERROR(LockEmbeddings(params));
+  ASSIGN_OR_RETURN(run_, pipeline.Prepare(std::move(params)));
+  RETURN_IF_ERROR(CheckPixels(run_->params(), core_->config));
+  ASSIGN_OR_RETURN(encode_tiles_, EncodeTiles(setup_.request, *run_));
+  ASSIGN_OR_RETURN(decode_tiles_, DecodeTiles(setup_.request, *run_));
+  notices_ = LoraTagNotices(run_->params());
   if (WantsMetadata(setup_.request, core_->config)) {
-    record_ = RecordOfJob(*setup_.model, *setup_.loras, setup_.patch_mode, setup_.request, params_);
+    record_ = RecordOfJob(*setup_.model, *setup_.loras, setup_.patch_mode, setup_.request, run_->params());
   }
   // What is kept for the echo needs no picture.
   ClearPictureFiles(setup_.request);
-  const int64_t decoded = PictureBytes(params_);
+  const int64_t decoded = PictureBytes(run_->params());
   setup_.request_memory.ShrinkTo(decoded);
   if (decoded > setup_.request_memory.bytes()) {
     ASSIGN_OR_RETURN(decoded_memory_,
@@ -137,15 +136,10 @@ absl::Status Job::Prepare() {
                                           .deadline = absl::Now() + core_->config.memory_wait_timeout,
                                           .stop = stop_.get_token()}));
   }
-  steps_ = static_cast<int>(*params_.steps);
-
-  for (const std::string& component : pipeline.EncoderComponents(params_)) {
-    phases_.push_back({Kind::kEncode, component});
-  }
-  if (params_.has_pictures()) phases_.push_back({Kind::kEncodeImage, pipeline.image_encoder_component()});
-  phases_.push_back({Kind::kDenoise, pipeline.denoiser_component()});
-  if (setup_.request.image_format() != v1::IMAGE_FORMAT_LATENTS) {
-    phases_.push_back({Kind::kDecode, pipeline.decoder_component()});
+  steps_ = static_cast<int>(*run_->params().steps);
+  const bool decodes = setup_.request.image_format() != v1::IMAGE_FORMAT_LATENTS;
+  while (phases_ < run_->phases().size() && (decodes || run_->phases()[phases_].kind != PhaseKind::kDecode)) {
+    ++phases_;
   }
   home_ = &core_->Place(*setup_.model);  // counts this job; Finish takes it off
   return AcquirePhase();
@@ -158,10 +152,10 @@ absl::Status Job::CheckFiles() const {
   return absl::OkStatus();
 }
 
-absl::Status Job::LockEmbeddings() {
+absl::Status Job::LockEmbeddings(GenerateParams& params) {
   ASSIGN_OR_RETURN(
       const std::vector<LockRequest> requests,
-      ResolveEmbeddings(*setup_.model->pipeline, *core_->catalog, params_, EmbeddingsOfLoras(*setup_.loras)));
+      ResolveEmbeddings(*setup_.model->pipeline, *core_->catalog, params, EmbeddingsOfLoras(*setup_.loras)));
   if (requests.empty()) return absl::OkStatus();
   ASSIGN_OR_RETURN(
       embedding_locks_,
@@ -171,16 +165,17 @@ absl::Status Job::LockEmbeddings() {
   for (const LockHandle& handle : embedding_locks_) {
     embedding_files_.emplace_back(handle.key(), handle.As<TextEmbedding>().files());
   }
-  return SetVectors(*setup_.model->pipeline, embedding_locks_, params_);
+  ASSIGN_OR_RETURN(encoded_.embeddings, VectorsOf(*setup_.model->pipeline, embedding_locks_, params));
+  return absl::OkStatus();
 }
 
 void Job::ReleaseEmbeddings() {
-  DropVectors(params_);
+  encoded_.embeddings.clear();
   embedding_locks_.clear();
 }
 
 ModelKey Job::CurrentConditioningKey() const {
-  const std::string& component = phases_[current_].component;
+  const std::string& component = phase_now().components[0];
   std::vector<std::pair<std::string, ConditioningSource>> named;
   for (const HeldLora& lora : *setup_.loras) {
     if (!lora.ActiveAt(0) || lora.report.matched.count(component) == 0) continue;
@@ -189,14 +184,15 @@ ModelKey Job::CurrentConditioningKey() const {
   std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<ConditioningSource> sources;
   for (auto& [name, source] : named) sources.push_back(std::move(source));
-  return ConditioningKey(*setup_.model, component, params_, sources, setup_.patch_mode);
+  return ConditioningKey(*setup_.model, *run_, current_, sources, setup_.patch_mode);
 }
 
 bool Job::TakeCachedConditioning() {
-  const std::string& component = phases_[current_].component;
+  const std::string& component = phase_now().components[0];
   LockHandle handle = core_->cache->TryLock(CurrentConditioningKey(), setup_.owner);
   if (!handle) return false;
-  for (const auto& [name, tensor] : handle.As<ConditioningRecord>().tensors()) conditioning_[name] = tensor;
+  for (const auto& [name, tensor] : handle.As<ConditioningRecord>().tensors())
+    state_.conditioning[name] = tensor;
   conditioning_locks_.push_back(std::move(handle));
   v1::PhaseReport report;
   report.set_component(component);
@@ -206,11 +202,11 @@ bool Job::TakeCachedConditioning() {
 }
 
 absl::Status Job::KeepConditioning(Conditioning part, double seconds) {
-  for (const auto& [name, tensor] : part) conditioning_[name] = tensor;
+  for (const auto& [name, tensor] : part) state_.conditioning[name] = tensor;
   std::vector<std::string> sources;
   for (const HeldLora& lora : *setup_.loras) sources.push_back(lora.handle.key().id);
   for (const LockHandle& embedding : embedding_locks_) sources.push_back(embedding.key().id);
-  sources.push_back(setup_.model->part(phases_[current_].component).key.id);
+  sources.push_back(setup_.model->part(phase_now().components[0]).key.id);
   ASSIGN_OR_RETURN(
       LockHandle handle,
       core_->cache->Insert(CurrentConditioningKey(), "conditioning",
@@ -220,76 +216,117 @@ absl::Status Job::KeepConditioning(Conditioning part, double seconds) {
   return absl::OkStatus();
 }
 
-void Job::BeginPhaseResources() {
-  const Phase& phase = phases_[current_];
-  const bool encodes_text = phase.kind == Kind::kEncode;
-  Executor& executor =
-      encodes_text ? core_->PlaceEncoder(*setup_.model, phase.component, *home_.load()) : *home_.load();
-  phase_executor_ = &executor;
-  resources_ = std::make_unique<PhaseResources>(PhaseResources::Setup{
+std::vector<std::string> Job::Reads() const {
+  if (work_ != nullptr) return work_->reads();
+  const RunPhase& phase = phase_now();
+  return {phase.components.begin(),
+          phase.components.begin() + static_cast<std::ptrdiff_t>(phase.first_reads)};
+}
+
+std::unique_ptr<PhaseResources> Job::MakeResources(const std::string& component, bool works) {
+  const RunPhase& phase = phase_now();
+  return std::make_unique<PhaseResources>(PhaseResources::Setup{
       .core = core_,
       .model = setup_.model.get(),
-      .component = phase.component,
-      .params = &params_,
-      .device = &executor.device(),
+      .run = run_.get(),
+      .phase = current_,
+      .component = component,
+      .works = works,
+      .device = &phase_executor_->device(),
       .loras = setup_.loras,
       .patch_mode = setup_.patch_mode,
       .owner = setup_.owner,
       .priority = setup_.priority,
       .stop = stop_.get_token(),
-      .tiles = phase.kind == Kind::kDecode        ? decode_tiles_
-               : phase.kind == Kind::kEncodeImage ? encode_tiles_
-                                                  : TileChoice{},
-      .encodes_picture = phase.kind == Kind::kEncodeImage,
-      .on_loading = [this, component = phase.component](
-                        int64_t done, int64_t total) { SendLoading(component, done, total); },
+      .tiles = !phase.may_tile                         ? TileChoice{}
+               : phase.kind == PhaseKind::kEncodeMedia ? encode_tiles_
+                                                       : decode_tiles_,
+      .on_loading = [this, component](int64_t done, int64_t total) { SendLoading(component, done, total); },
       .on_adapted =
           [this](v1::JobEvent::Adapted adapted) {
             v1::JobEvent event;
             *event.mutable_adapted() = std::move(adapted);
             Send(std::move(event));
           }});
-  net_bytes_ = peak_bytes_ = slices_ = 0;
-  slice_seconds_ = 0;
+}
+
+void Job::HoldWhatIsRead() {
+  const std::vector<std::string> reads = Reads();
+  const auto is_read = [&](const std::unique_ptr<PhaseResources>& held) {
+    return std::find(reads.begin(), reads.end(), held->component()) != reads.end();
+  };
+  // The one that is left has its pins, patches and bytes let go before the next one takes any.
+  const bool main_stays = !resources_.empty() && resources_.front()->component() == reads.front();
+  bool first = true;
+  for (auto it = resources_.begin(); it != resources_.end(); first = false) {
+    if (main_stays && is_read(*it)) {
+      ++it;
+      continue;
+    }
+    Report(**it, first);
+    it = resources_.erase(it);
+  }
+  if (resources_.empty()) {
+    net_bytes_ = peak_bytes_ = slices_ = 0;
+    slice_seconds_ = 0;
+    const RunPhase& phase = phase_now();
+    phase_executor_ = phase.kind == PhaseKind::kEncodeText
+                          ? &core_->PlaceEncoder(*setup_.model, reads.front(), *home_.load())
+                          : home_.load();
+  }
+  for (const std::string& component : reads) {
+    const bool held = std::any_of(resources_.begin(), resources_.end(),
+                                  [&](const auto& one) { return one->component() == component; });
+    if (held) continue;
+    resources_.push_back(MakeResources(component, /*works=*/resources_.empty()));
+    if (phase_now().kind == PhaseKind::kDenoise && steps_ > 0) {
+      resources_.back()->SetProgress(static_cast<double>(step_) / static_cast<double>(steps_));
+    }
+  }
+}
+
+bool Job::more_text() const {
+  return current_ + 1 < phases_ && run_->phases()[current_ + 1].kind == PhaseKind::kEncodeText;
 }
 
 absl::Status Job::AcquirePhase() {
   RecordMeasurement();
-  while (resources_ == nullptr && phases_[current_].kind == Kind::kEncode && TakeCachedConditioning()) {
-    if (phases_[current_ + 1].kind != Kind::kEncode) SendEncoded();
+  while (resources_.empty() && phase_now().kind == PhaseKind::kEncodeText && TakeCachedConditioning()) {
+    if (!more_text()) SendEncoded();
     ++current_;
   }
   RETURN_IF_ERROR(CheckFiles());
-  const Phase& phase = phases_[current_];
-  if (phase.kind != Kind::kEncode) ReleaseEmbeddings();
+  const RunPhase& phase = phase_now();
+  if (phase.kind != PhaseKind::kEncodeText) ReleaseEmbeddings();
   std::optional<Stopwatch> watch([&](double ms) { timings_.set_load_ms(timings_.load_ms() + ms); });
-  if (phase.kind == Kind::kEncode && conditioning_memory_.bytes() == 0) {
-    ASSIGN_OR_RETURN(
-        conditioning_memory_,
-        core_->ram->Reserve({.bytes = setup_.model->pipeline->ConditioningBytes(phase.component, params_),
-                             .use = MemoryUse::kConditioning,
-                             .owner = setup_.owner,
-                             .what = "conditioning",
-                             .deadline = absl::Now() + core_->config.memory_wait_timeout,
-                             .stop = stop_.get_token()}));
+  if (phase.kind == PhaseKind::kEncodeText && conditioning_memory_.bytes() == 0) {
+    ASSIGN_OR_RETURN(conditioning_memory_,
+                     core_->ram->Reserve({.bytes = run_->OutputBytes(current_),
+                                          .use = MemoryUse::kConditioning,
+                                          .owner = setup_.owner,
+                                          .what = "conditioning",
+                                          .deadline = absl::Now() + core_->config.memory_wait_timeout,
+                                          .stop = stop_.get_token()}));
   }
-  if (phase.kind == Kind::kDecode) {
+  if (phase.kind == PhaseKind::kDecode) {
     constexpr int64_t kOtherSeed = 64;  // and tile: digits more than those of the first picture
-    RETURN_IF_ERROR(PromisePictures(MaxFileBytes(*params_.width, *params_.height) +
+    RETURN_IF_ERROR(PromisePictures(MaxFileBytes(*run_->params().width, *run_->params().height) +
                                     (record_ ? MaxNotesBytes(NotesOfPicture(0)) + kOtherSeed : 0)));
   }
-  if (resources_ == nullptr) BeginPhaseResources();
-  RETURN_IF_ERROR(resources_->Acquire(&reports_));
+  HoldWhatIsRead();
+  for (const auto& held : resources_) {
+    if (!held->ready()) RETURN_IF_ERROR(held->Acquire(&reports_));
+  }
   SampleMemory();
   switch (phase.kind) {
-    case Kind::kEncode:
-    case Kind::kEncodeImage:
+    case PhaseKind::kEncodeText:
+    case PhaseKind::kEncodeMedia:
       phase_ = v1::JobInfo::PHASE_ENCODING;
       break;
-    case Kind::kDenoise:
+    case PhaseKind::kDenoise:
       phase_ = v1::JobInfo::PHASE_DENOISING;
       break;
-    case Kind::kDecode:
+    case PhaseKind::kDecode:
       phase_ = v1::JobInfo::PHASE_DECODING;
       break;
   }
@@ -298,17 +335,28 @@ absl::Status Job::AcquirePhase() {
   return absl::OkStatus();
 }
 
+bool Job::ShouldGiveWay() const {
+  return std::any_of(resources_.begin(), resources_.end(),
+                     [](const auto& held) { return held->ShouldGiveWay(); });
+}
+
+void Job::GiveWay() {
+  for (const auto& held : resources_) held->GiveWay();
+}
+
 bool Job::RunSlice() {
   absl::Status status = StopReason();
-  if (status.ok() && !resources_->ready()) {  // it gave way; now it is its turn again
+  const bool ready =
+      std::all_of(resources_.begin(), resources_.end(), [](const auto& held) { return held->ready(); });
+  if (status.ok() && !ready) {  // it gave way; now it is its turn again
     next_ = &Job::AcquirePhase;
     return false;
   }
   bool phase_over = false;
   if (status.ok()) {
     std::optional<MemoryMeter> meter;
-    if (resources_->meters()) meter.emplace();
-    const MemoryAccount::Scope scope(resources_->account());
+    if (main().meters()) meter.emplace();
+    const MemoryAccount::Scope scope(main().account());
     Stopwatch watch([&](double ms) { slice_seconds_ += ms / 1000; });
     status = GuardTensorCode("slice", [&]() -> absl::Status {
       ASSIGN_OR_RETURN(phase_over, RunPhaseSlice());
@@ -324,24 +372,23 @@ bool Job::RunSlice() {
     SampleMemory();
   }
   if (!status.ok() && IsOutOfMemory(status)) {
-    status = resources_->Adapt(status);
+    status = main().Adapt(status);
     if (status.ok()) {  // once more, with less
       next_ = &Job::AcquirePhase;
       return false;
     }
   }
   if (!status.ok()) {
-    Finish(WithComponent(status, phases_[current_].component));
+    Finish(WithComponent(status, main().component()));
     return false;
   }
   if (!phase_over) {
-    const bool same = phases_[current_].kind != Kind::kDenoise ||
-                      !resources_->SetProgress(static_cast<double>(step_) / static_cast<double>(steps_));
-    if (!same) next_ = &Job::AcquirePhase;  // the next step has another set of LoRAs
+    const bool same = SameAsBefore();
+    if (!same) next_ = &Job::AcquirePhase;
     return same;
   }
   EndPhase();
-  next_ = ++current_ < phases_.size() ? &Job::AcquirePhase : &Job::EncodePictures;
+  next_ = ++current_ < phases_ ? &Job::AcquirePhase : &Job::EncodePictures;
   return false;
 }
 
@@ -351,83 +398,76 @@ void Job::Parked() {
 
 void Job::SendEncoded() {
   v1::JobEvent event;
-  for (const TokenCount& tokens : tokens_) *event.mutable_encoded()->add_tokens() = ToProto(tokens);
+  for (const TokenCount& tokens : run_->tokens()) *event.mutable_encoded()->add_tokens() = ToProto(tokens);
   event.mutable_encoded();
   Send(std::move(event));
 }
 
+bool Job::SameAsBefore() {
+  bool same = true;
+  if (phase_now().kind == PhaseKind::kDenoise) {
+    for (const auto& held : resources_) {
+      // The next step has another set of LoRAs.
+      if (held->SetProgress(static_cast<double>(step_) / static_cast<double>(steps_))) same = false;
+    }
+  }
+  const std::vector<std::string> reads = work_->reads();
+  return same && std::equal(reads.begin(), reads.end(), resources_.begin(), resources_.end(),
+                            [](const std::string& component, const auto& held) {
+                              return held->component() == component;
+                            });
+}
+
+void Job::AddTime(double ms) {
+  switch (phase_now().kind) {
+    case PhaseKind::kEncodeText:
+    case PhaseKind::kEncodeMedia:
+      return timings_.set_encode_ms(timings_.encode_ms() + ms);
+    case PhaseKind::kDenoise:
+      step_ms_ += ms;
+      return timings_.set_denoise_ms(timings_.denoise_ms() + ms);
+    case PhaseKind::kDecode:
+      return timings_.set_decode_ms(timings_.decode_ms() + ms);
+  }
+}
+
 absl::StatusOr<bool> Job::RunPhaseSlice() {
-  const Pipeline& pipeline = *setup_.model->pipeline;
-  const Phase& phase = phases_[current_];
-  switch (phase.kind) {
-    case Kind::kEncode: {
-      Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
-      Conditioning part;
-      RETURN_IF_ERROR(pipeline.Encode(phase.component, resources_->view(), params_, part));
-      RETURN_IF_ERROR(CheckFiles());
-      for (const auto& [name, tensor] : part) {
-        if (!IsFinite(tensor)) return NonFinite("encode");
-      }
-      RETURN_IF_ERROR(KeepConditioning(std::move(part), watch.ms() / 1000));
-      if (phases_[current_ + 1].kind != Kind::kEncode) SendEncoded();
-      return true;
-    }
-    case Kind::kEncodeImage: {
-      Stopwatch watch([&](double ms) { timings_.set_encode_ms(timings_.encode_ms() + ms); });
-      ASSIGN_OR_RETURN(image_latents_,
-                       pipeline.EncodeImage(resources_->view(), params_, resources_->options()));
-      if (!IsFinite(image_latents_)) return NonFinite("encode_image");
-      encode_tile_ = resources_->options().tile;
-      return true;
-    }
-    case Kind::kDenoise:
-      return RunDenoiserSlice();
-    case Kind::kDecode: {
-      Stopwatch watch([&](double ms) { timings_.set_decode_ms(timings_.decode_ms() + ms); });
-      const auto index = static_cast<int64_t>(pictures_.size());
-      ASSIGN_OR_RETURN(at::Tensor picture, pipeline.Decode(resources_->view(), latents_.narrow(0, index, 1),
-                                                           resources_->options()));
-      picture = pipeline.Finish(picture, params_);
-      MemoryAccount::Exempt(picture.storage().data());  // promised as a picture
-      decode_tiles_used_.push_back(resources_->options().tile);
-      pictures_.push_back(std::move(picture));
-      return static_cast<int64_t>(pictures_.size()) == latents_.size(0);
-    }
+  const Stopwatch watch([this](double ms) { AddTime(ms); });
+  const bool encodes_text = phase_now().kind == PhaseKind::kEncodeText;
+  if (work_ == nullptr) {
+    ASSIGN_OR_RETURN(work_, run_->Begin(current_, encodes_text ? encoded_ : state_));
+    if (phase_now().kind == PhaseKind::kDenoise) steps_ = static_cast<int>(work_->step_count());
+  }
+  WeightViews views;
+  for (const auto& held : resources_) views.Add(held->component(), held->view());
+  const size_t pictures = state_.pictures.size();
+  ASSIGN_OR_RETURN(const SliceReport report, work_->Slice(views, main().options()));
+  if (report.step) RETURN_IF_ERROR(AfterStep(*report.step, step_ms_ + watch.ms(), report.phase_over));
+  if (report.step) step_ms_ = -watch.ms();  // the rest of this slice is of the next step
+  if (state_.pictures.size() > pictures) {
+    MemoryAccount::Exempt(state_.pictures.back().storage().data());  // promised as a picture
+    decode_tiles_used_.push_back(main().options().tile);
+  }
+  if (!report.phase_over) return false;
+  if (phase_now().kind == PhaseKind::kEncodeMedia) encode_tile_ = main().options().tile;
+  if (encodes_text) {
+    RETURN_IF_ERROR(CheckFiles());
+    RETURN_IF_ERROR(KeepConditioning(std::exchange(encoded_.conditioning, {}), watch.ms() / 1000));
+    if (!more_text()) SendEncoded();
   }
   return true;
 }
 
-absl::StatusOr<bool> Job::RunDenoiserSlice() {
-  Stopwatch watch([&](double ms) {
-    timings_.set_denoise_ms(timings_.denoise_ms() + ms);
-    step_ms_ += ms;
-  });
-  if (denoiser_ == nullptr) {
-    ASSIGN_OR_RETURN(denoiser_,
-                     setup_.model->pipeline->Begin(params_, std::move(conditioning_), image_latents_));
-    steps_ = static_cast<int>(denoiser_->step_count());
-  }
-  if (!denoiser_->done()) {
-    ASSIGN_OR_RETURN(const std::optional<StepReport> report, denoiser_->Turn(resources_->view()));
-    if (!report) return false;  // other pictures of the step are to come
-    step_ = static_cast<int>(report->index);
-    v1::JobEvent event;
-    auto& step = *event.mutable_step();
-    step.set_index(static_cast<int>(report->index));
-    step.set_count(static_cast<int>(report->count));
-    step.set_sigma(report->sigma);
-    step.set_ms(step_ms_ + watch.ms());
-    step_ms_ = -watch.ms();  // the rest of this slice is of the next step
-    Send(std::move(event));
-  }
-  if (!denoiser_->done()) {
-    RETURN_IF_ERROR(SendPreviews(step_));
-    return false;
-  }
-  RETURN_IF_ERROR(denoiser_->CheckFinite());
-  latents_ = denoiser_->latents();
-  denoiser_ = nullptr;
-  return true;
+absl::Status Job::AfterStep(const StepReport& report, double ms, bool last) {
+  step_ = static_cast<int>(report.index);
+  v1::JobEvent event;
+  auto& step = *event.mutable_step();
+  step.set_index(static_cast<int>(report.index));
+  step.set_count(static_cast<int>(report.count));
+  step.set_sigma(report.sigma);
+  step.set_ms(ms);
+  Send(std::move(event));
+  return last ? absl::OkStatus() : SendPreviews(step_);
 }
 
 void Job::SendDone() {
@@ -439,18 +479,18 @@ void Job::SendDone() {
   *done.mutable_timings() = timings_;
   done.set_peak_ram_bytes(peak_ram_bytes_);
   for (const PatchReport& report : reports_) *done.add_loras() = ReportToProto(report);
-  for (const PromptEmbedding& embedding : params_.embeddings) {
+  for (const PromptEmbedding& embedding : run_->params().embeddings) {
     v1::EmbeddingReport& report = *done.add_embeddings();
     report.set_name(embedding.name);
     report.set_tokens(static_cast<int>(embedding.tokens));
   }
-  *done.mutable_params() = EchoParams(setup_.request, params_);
+  *done.mutable_params() = EchoParams(setup_.request, run_->params());
   for (const v1::PhaseReport& report : phase_reports_) *done.add_phases() = report;
-  for (uint64_t seed : params_.seeds) done.add_seeds(seed);
+  for (uint64_t seed : run_->params().seeds) done.add_seeds(seed);
   for (const Component& component : setup_.model->pipeline->components()) {
     (*done.mutable_sources())[component.name] = setup_.model->SourceOf(component);
   }
-  for (const TokenCount& tokens : tokens_) {
+  for (const TokenCount& tokens : run_->tokens()) {
     *done.add_tokens() = ToProto(tokens);
     if (tokens.read < tokens.total) *done.add_warnings() = CutWarning(tokens);
   }
@@ -480,24 +520,31 @@ void Job::SampleMemory() {
   peak_ram_bytes_ = std::max(peak_ram_bytes_, stats.in_use_bytes + stats.reserved_bytes);
 }
 
-void Job::EndPhase() {
-  v1::PhaseReport report = resources_->report();
-  peak_bytes_ = std::max(peak_bytes_, resources_->account()->peak_bytes());
-  report.set_working_peak_bytes(peak_bytes_);
-  phase_reports_.push_back(std::move(report));
-  if (slices_ > 0) {
-    measured_ =
-        Measured{resources_->measurement_key(), peak_bytes_, slice_seconds_ / static_cast<double>(slices_)};
+void Job::Report(PhaseResources& resources, bool measured) {
+  v1::PhaseReport report = resources.report();
+  if (measured) {
+    peak_bytes_ = std::max(peak_bytes_, resources.account()->peak_bytes());
+    report.set_working_peak_bytes(peak_bytes_);
   }
-  if (phases_[current_].kind == Kind::kEncodeImage) {
-    image_latents_memory_ = resources_->ReleaseAllBut(static_cast<int64_t>(image_latents_.nbytes()));
-  } else if (phases_[current_].kind == Kind::kDenoise) {
-    latents_memory_ = resources_->ReleaseAllBut(static_cast<int64_t>(latents_.nbytes()));
+  phase_reports_.push_back(std::move(report));
+  if (measured && slices_ > 0) {
+    measured_ =
+        Measured{resources.measurement_key(), peak_bytes_, slice_seconds_ / static_cast<double>(slices_)};
+  }
+}
+
+void Job::EndPhase() {
+  work_ = nullptr;
+  for (const auto& held : resources_) Report(*held, held == resources_.front());
+  if (phase_now().kind == PhaseKind::kEncodeMedia) {
+    image_latents_memory_ = main().ReleaseAllBut(static_cast<int64_t>(state_.media_latents.nbytes()));
+  } else if (phase_now().kind == PhaseKind::kDenoise) {
+    latents_memory_ = main().ReleaseAllBut(static_cast<int64_t>(state_.latents.nbytes()));
     conditioning_locks_.clear();
-    image_latents_.reset();
+    state_.media_latents.reset();
     image_latents_memory_.Release();
   }
-  resources_ = nullptr;
+  resources_.clear();
 }
 
 void Job::RecordMeasurement() {
@@ -510,16 +557,10 @@ void Job::Finish(absl::Status status) {
   if (finished_.exchange(true)) return;
   if (const absl::Status stopped = StopReason(); !status.ok() && !stopped.ok()) status = stopped;
   if (Executor* home = home_) home->RemoveJob();
-  denoiser_ = nullptr;
-  conditioning_.clear();
-  latents_.reset();
-  image_latents_.reset();
-  pictures_.clear();
-  params_.SetPicture(MediaRole::kInit, {});
-  params_.SetPicture(MediaRole::kControl, {});
-  params_.SetPicture(MediaRole::kMask, {});
-  params_.init_latents.reset();
-  resources_ = nullptr;
+  work_ = nullptr;
+  resources_.clear();
+  state_ = {};
+  run_ = nullptr;
   ReleaseEmbeddings();
   conditioning_locks_.clear();
   conditioning_memory_.Release();

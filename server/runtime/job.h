@@ -84,21 +84,15 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   bool RunSlice() override;
   void Parked() override;
   int priority() const override { return setup_.priority; }
-  bool ShouldGiveWay() const override { return resources_->ShouldGiveWay(); }
-  void GiveWay() override { resources_->GiveWay(); }
+  bool ShouldGiveWay() const override;
+  void GiveWay() override;
 
  private:
-  enum class Kind { kEncode, kEncodeImage, kDenoise, kDecode };
-  struct Phase {
-    Kind kind;
-    std::string component;
-  };
-
   // Runs on a worker; the job ends when the returned status is not OK.
   void OnWorker(absl::Status (Job::*what)());
   absl::Status Prepare();
   // What the prompts name, locked. Until ReleaseEmbeddings.
-  absl::Status LockEmbeddings();
+  absl::Status LockEmbeddings(GenerateParams& params);
   void ReleaseEmbeddings();
   absl::Status AcquirePhase();
   // Makes files of what is finished and sends them, as far as the client reads; then ends the job.
@@ -117,7 +111,14 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
 
   // One slice of the current phase; true when the phase is over. Executor only.
   absl::StatusOr<bool> RunPhaseSlice();
-  absl::StatusOr<bool> RunDenoiserSlice();
+  // `ms`: of the step; `last`: of the phase.
+  absl::Status AfterStep(const StepReport& report, double ms, bool last);
+  // Whether the next slice reads what is held, with the same patches.
+  bool SameAsBefore();
+  const RunPhase& phase_now() const { return run_->phases()[current_]; }
+  // Whether the phase after this one encodes text, too.
+  bool more_text() const;
+  void AddTime(double ms);  // of the phase, to the job's timings
   absl::Status SendPreviews(int64_t step);
   void Send(v1::JobEvent event) { setup_.on_event(std::move(event), {}); }
 
@@ -133,8 +134,16 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   void SendFile(size_t index, const std::string& file, Reservation memory);
   // Promises what files of all pictures take, and the pixels that they are made of until they are.
   absl::Status PromisePictures(int64_t file_bytes);
-  void BeginPhaseResources();
-  // Writes down what the phase took, and lets it go but for its result.
+  // What the next slice reads, in the order of the phase.
+  std::vector<std::string> Reads() const;
+  // Holds what the next slice reads and nothing else: what it does not read is let go first. Not acquired
+  // yet.
+  void HoldWhatIsRead();
+  std::unique_ptr<PhaseResources> MakeResources(const std::string& component, bool works);
+  PhaseResources& main() { return *resources_.front(); }
+  // Writes down what one component's slices took.
+  void Report(PhaseResources& resources, bool measured);
+  // Lets what the phase held go, but for the promise of its result.
   void EndPhase();
   void RecordMeasurement();
   void Finish(absl::Status status);
@@ -152,34 +161,31 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   std::atomic<bool> finished_ = false;
 
   // What follows is touched by one thread at a time: the worker or the executor that has the job.
-  GenerateParams params_;
-  std::vector<Phase> phases_;
+  std::shared_ptr<const Run> run_;
+  size_t phases_ = 0;  // that are run: none that decodes where latents are wanted
   size_t current_ = 0;
   std::vector<PatchReport> reports_;
-  std::vector<LockHandle> embedding_locks_;  // of params_.embeddings
+  std::vector<LockHandle> embedding_locks_;  // of the run's embeddings
   std::vector<std::pair<ModelKey, std::shared_ptr<const WeightFiles>>> embedding_files_;  // to the job's end
-  Conditioning conditioning_;
+  RunState state_;
+  RunState encoded_;                            // of the phase that encodes text: what it alone puts out
   std::vector<LockHandle> conditioning_locks_;  // of what is a record
   Reservation conditioning_memory_;             // of the encoder that runs
   Reservation decoded_memory_;                  // of the request's pictures, beyond what their files took
   Reservation picture_memory_;                  // of pictures on their way out
-  at::Tensor image_latents_;
-  at::Tensor latents_;
   Reservation image_latents_memory_, latents_memory_;  // on the device of the phase that made them
-  std::unique_ptr<Denoiser> denoiser_;
-  std::vector<at::Tensor> pictures_;         // uint8 [H, W, 3]; undefined once it is a file
-  size_t files_ = 0;                         // that were made and sent
+  std::unique_ptr<PhaseWork> work_;                    // null until its first slice
+  size_t files_ = 0;                                   // that were made and sent
   int64_t file_bytes_ = 0;                   // of a picture, at most; what picture_memory_ is made of
   std::optional<v1::PictureRecord> record_;  // without params; absent: pictures say nothing
   TileChoice encode_tiles_, decode_tiles_;
   int64_t encode_tile_ = 0;                 // that was used
   std::vector<int64_t> decode_tiles_used_;  // by picture
-  std::vector<TokenCount> tokens_;
   std::vector<PromptNotice> notices_;
   double step_ms_ = 0;  // of the step that is under way
 
   // Of the current phase.
-  std::unique_ptr<PhaseResources> resources_;
+  std::vector<std::unique_ptr<PhaseResources>> resources_;  // of what the next slice reads
   Executor* phase_executor_ = nullptr;
   absl::Status (Job::*next_)() = nullptr;   // what a worker does next, set by the slice that ends a phase
   int64_t net_bytes_ = 0, peak_bytes_ = 0;  // by LibTorch's own count, where that is wanted

@@ -41,7 +41,7 @@ absl::Status Job::PromisePictures(int64_t file_bytes) {
   // A file is no smaller than its pixels can be, so each picture takes the place of one file, before and
   // after it is made; and one more while it is.
   ASSIGN_OR_RETURN(picture_memory_,
-                   core_->ram->Reserve({.bytes = PicturesBytes(file_bytes, params_),
+                   core_->ram->Reserve({.bytes = PicturesBytes(file_bytes, run_->params()),
                                         .use = MemoryUse::kImages,
                                         .owner = setup_.owner,
                                         .what = "pictures",
@@ -54,9 +54,9 @@ absl::Status Job::SendPreviews(int64_t step) {
   const int64_t every = setup_.request.preview_every();
   if (every <= 0 || step % every != 0) return absl::OkStatus();
   RETURN_IF_ERROR(CheckFiles());
-  const at::Tensor latents = denoiser_->prediction();
-  for (int64_t i = 0; i < latents.size(0); ++i) {
-    const at::Tensor small = setup_.model->pipeline->Preview(latents.narrow(0, i, 1));
+  const std::vector<at::Tensor> previews = work_->Previews();
+  for (size_t i = 0; i < previews.size(); ++i) {
+    const at::Tensor& small = previews[i];
     if (!small.defined()) return absl::OkStatus();
     const RgbImage image = ShrinkTo(ImageFromTensor(small), static_cast<int>(core_->config.preview_max_px));
     ASSIGN_OR_RETURN(std::string jpeg, EncodeJpeg(image.pixels, image.width, image.height, kPreviewQuality));
@@ -85,10 +85,10 @@ void Job::SendFile(size_t index, const std::string& file, Reservation memory) {
   header.set_index(static_cast<int>(index));
   header.set_mime(MimeOf(format));
   header.set_size(static_cast<int64_t>(file.size()));
-  header.set_width(static_cast<int>(*params_.width));
-  header.set_height(static_cast<int>(*params_.height));
+  header.set_width(static_cast<int>(*run_->params().width));
+  header.set_height(static_cast<int>(*run_->params().height));
   header.set_sha256(Sha256Hex(file));
-  header.set_seed(params_.seeds[index]);
+  header.set_seed(run_->params().seeds[index]);
   Send(std::move(event));
   for (size_t at = 0; at < file.size(); at += kChunkBytes) {
     v1::JobEvent chunk_event;
@@ -125,9 +125,9 @@ void Job::Resume() {
 
 absl::StatusOr<std::string> Job::MakeFile(size_t index) const {
   if (setup_.request.image_format() == v1::IMAGE_FORMAT_LATENTS) {
-    return LatentsToFile(latents_.narrow(0, static_cast<int64_t>(index), 1));
+    return LatentsToFile(state_.latents.narrow(0, static_cast<int64_t>(index), 1));
   }
-  const at::Tensor picture = pictures_[index].contiguous();
+  const at::Tensor picture = state_.pictures[index].contiguous();
   const absl::Span<const uint8_t> pixels(picture.const_data_ptr<uint8_t>(),
                                          static_cast<size_t>(picture.numel()));
   const auto height = static_cast<int>(picture.size(0)), width = static_cast<int>(picture.size(1));
@@ -145,8 +145,8 @@ absl::StatusOr<std::string> Job::MakeFile(size_t index) const {
 PictureNotes Job::NotesOfPicture(size_t index) const {
   if (!record_) return {};
   v1::PictureRecord record = *record_;
-  SetRecordParams(setup_.request, params_,
-                  {.seed = params_.seeds[index],
+  SetRecordParams(setup_.request, run_->params(),
+                  {.seed = run_->params().seeds[index],
                    .encode_tile = encode_tile_,
                    .decode_tile = index < decode_tiles_used_.size() ? decode_tiles_used_[index] : 0},
                   record);
@@ -156,18 +156,18 @@ PictureNotes Job::NotesOfPicture(size_t index) const {
 absl::Status Job::EncodePictures() {
   RecordMeasurement();
   if (setup_.request.image_format() == v1::IMAGE_FORMAT_LATENTS) {
-    RETURN_IF_ERROR(PromisePictures(MaxLatentsFileBytes(latents_.narrow(0, 0, 1))));
+    RETURN_IF_ERROR(PromisePictures(MaxLatentsFileBytes(state_.latents.narrow(0, 0, 1))));
   }
-  while (files_ < params_.seeds.size()) {
+  while (files_ < run_->params().seeds.size()) {
     RETURN_IF_ERROR(StopReason());
     if (PauseForReader()) return absl::OkStatus();
     ASSIGN_OR_RETURN(const std::string file, MakeFile(files_));
-    if (!pictures_.empty()) pictures_[files_].reset();
+    if (!state_.pictures.empty()) state_.pictures[files_].reset();
     Reservation memory = picture_memory_.Split(std::min(static_cast<int64_t>(file.size()), file_bytes_));
     memory.PassTo(Reader());
     SendFile(files_, file, std::move(memory));
     ++files_;
-    picture_memory_.ShrinkTo(file_bytes_ * (1 + static_cast<int64_t>(params_.seeds.size() - files_)));
+    picture_memory_.ShrinkTo(file_bytes_ * (1 + static_cast<int64_t>(run_->params().seeds.size() - files_)));
   }
   SendDone();
   Finish(absl::OkStatus());

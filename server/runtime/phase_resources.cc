@@ -50,14 +50,12 @@ bool IsOutOfMemory(const absl::Status& status) {
          reason == "BUDGET_CYCLE" || reason == "MODEL_EXCEEDS_BUDGET" || IsPromiseExceeded(status);
 }
 
-std::string MeasurementKey(const OpenModel& model, const Component& component, const GenerateParams& params,
+std::string MeasurementKey(const OpenModel& model, const Component& component, const Run& run, size_t phase,
                            const PhaseOptions& options, const Device& device) {
   const ComponentLayout& layout = *component.layout;
-  std::string key =
-      absl::StrCat(std::string(model.pipeline->family()), "/", component.name, "/", layout.parameter_count(),
-                   ":", layout.tensors().size(), "/", StorageTypes(component), "/",
-                   model.pipeline->ShapeKey(component.name, params));
-  if (options.encodes_picture) key += "/encode";
+  std::string key = absl::StrCat(std::string(model.pipeline->family()), "/", component.name, "/",
+                                 layout.parameter_count(), ":", layout.tensors().size(), "/",
+                                 StorageTypes(component), "/", run.ShapeKey(phase, component.name));
   if (options.tile != 0) absl::StrAppend(&key, "/tile", options.tile);
   if (options.beside_rank != 0) absl::StrAppend(&key, "/rank", options.beside_rank);
   return absl::StrCat(key, "/", std::string(DeviceKindName(device.kind())));
@@ -67,7 +65,6 @@ PhaseResources::PhaseResources(Setup setup)
     : setup_(std::move(setup)), component_(setup_.model->component(setup_.component)) {
   way_.tile = setup_.tiles.first;
   had_ = way_;
-  options_.encodes_picture = setup_.encodes_picture;
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -107,7 +104,7 @@ bool PhaseResources::Next(Way& way, const absl::Status& status) const {
     return true;
   }
   if (!setup_.tiles.may_shrink) return false;
-  const int64_t smaller = setup_.model->pipeline->SmallerTile(*setup_.params, way.tile);
+  const int64_t smaller = setup_.run->SmallerTile(way.tile);
   if (smaller == 0) return false;
   way = {.streams = false, .tile = smaller};  // with less to compute on, the weights may fit again
   return true;
@@ -296,7 +293,7 @@ absl::Status PhaseResources::TooLittleRoom(const WorkingPromise& promise, int64_
 
 absl::StatusOr<DeviceLock> PhaseResources::LockWorking(Patience patience) {
   MemoryBudget& budget = setup_.device->budget();
-  const int64_t estimate = setup_.model->pipeline->WorkingBytes(component_.name, *setup_.params, options_);
+  const int64_t estimate = setup_.run->WorkingBytes(setup_.phase, component_.name, options_);
   const WorkingPromise promise = setup_.core->measurements->Promise(measurement_key_, estimate);
   working_bytes_ = promise.bytes;
   auto lock = LockWith(promise.bytes, promise.measured ? patience : Patience::kNone);
@@ -345,8 +342,9 @@ absl::Status PhaseResources::TryAcquire(Patience patience, std::vector<PatchRepo
   };
   if (beside) RETURN_IF_ERROR(apply({}));
   options_.beside_rank = overlay_ == nullptr ? 0 : WidestSidecar(*component_.layout, *overlay_);
-  measurement_key_ = MeasurementKey(*setup_.model, component_, *setup_.params, options_, *setup_.device);
-  ASSIGN_OR_RETURN(residency_, LockWorking(patience));
+  measurement_key_ =
+      MeasurementKey(*setup_.model, component_, *setup_.run, setup_.phase, options_, *setup_.device);
+  ASSIGN_OR_RETURN(residency_, setup_.works ? LockWorking(patience) : LockWith(0, patience));
   const auto& weights = residency_.As<WeightSet>();
   const ResidencyPlan& plan = residency_.plan();
   if (!beside) RETURN_IF_ERROR(apply(plan.resident));

@@ -50,16 +50,17 @@ class PhaseResources {
   struct Setup {
     ServerCore* core = nullptr;
     const OpenModel* model = nullptr;
-    std::string component;
-    const GenerateParams* params = nullptr;
+    const Run* run = nullptr;
+    size_t phase = 0;       // of the run
+    std::string component;  // that it reads
+    bool works = true;      // has the phase's working memory; of several components, one does
     Device* device = nullptr;
     const std::vector<HeldLora>* loras = nullptr;
     PatchMode patch_mode = PatchMode::kAuto;
     std::string owner;
     int priority = 0;
     std::stop_token stop;
-    TileChoice tiles = {};         // of a phase that can be tiled
-    bool encodes_picture = false;  // with the VAE, which decodes them too
+    TileChoice tiles = {};  // of a phase that can be tiled
     std::function<void(int64_t done, int64_t total)> on_loading;
     std::function<void(v1::JobEvent::Adapted)> on_adapted;
   };
@@ -90,6 +91,7 @@ class PhaseResources {
   // The same, but for the promise of a result that stays: so many bytes on the phase's device.
   Reservation ReleaseAllBut(int64_t bytes);
 
+  const std::string& component() const { return setup_.component; }
   const WeightView& view() const { return *view_; }
   const PhaseOptions& options() const { return options_; }
   // Slices run under it.
@@ -172,7 +174,7 @@ class PhaseResources {
 
 // Names what measurements of a phase have in common: family, component and how it is stored, shapes, what is
 // computed beside the weights, kind of device.
-std::string MeasurementKey(const OpenModel& model, const Component& component, const GenerateParams& params,
+std::string MeasurementKey(const OpenModel& model, const Component& component, const Run& run, size_t phase,
                            const PhaseOptions& options, const Device& device);
 
 }  // namespace latentd

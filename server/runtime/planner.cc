@@ -328,12 +328,13 @@ std::vector<ResourceBlock> DescribeBlocks(const OpenModel& model, const Componen
 
 class Planner {
  public:
-  Planner(ServerCore& core, const OpenModel& model, GenerateParams params, std::vector<LoraChoice> loras,
-          std::vector<LockRequest> embeddings, PatchMode mode, TileChoice encode_tiles,
-          TileChoice decode_tiles, int64_t file_bytes)
+  Planner(ServerCore& core, const OpenModel& model, std::shared_ptr<const latentd::Run> run,
+          std::vector<LoraChoice> loras, std::vector<LockRequest> embeddings, PatchMode mode,
+          TileChoice encode_tiles, TileChoice decode_tiles, int64_t file_bytes)
       : core_(core),
         model_(model),
-        params_(std::move(params)),
+        run_(std::move(run)),
+        params_(run_->params()),
         loras_(std::move(loras)),
         embeddings_(std::move(embeddings)),
         mode_(mode),
@@ -361,23 +362,31 @@ class Planner {
     std::vector<LockRequest> loras;
     for (const LoraChoice& lora : loras_) loras.push_back(lora.request);
     if (!LockTogether(loras, "LoRAs") || !LockTogether(embeddings_, "embeddings")) return false;
-    const Pipeline& pipeline = *model_.pipeline;
     if (params_.has_pictures() && !ram_.Promise(PictureBytes(params_), "pictures of a request")) {
       return false;
     }
-    for (const std::string& component : pipeline.EncoderComponents(params_)) {
-      if (!EncodeText(component, core_.PlaceEncoder(model_, component, home))) return false;
+    bool embeddings_locked = true;
+    for (size_t phase = 0; phase < run_->phases().size(); ++phase) {
+      const PhaseKind kind = run_->phases()[phase].kind;
+      if (kind != PhaseKind::kEncodeText && std::exchange(embeddings_locked, false)) {
+        for (const LockRequest& embedding : embeddings_) ram_.Unlock(embedding.key.ToString());
+      }
+      if (kind == PhaseKind::kDecode && file_bytes_ == 0) continue;
+      if (kind == PhaseKind::kDecode && !ram_.Promise(PicturesBytes(file_bytes_, params_), "pictures"))
+        return false;
+      const bool fits = kind == PhaseKind::kEncodeText ? EncodeText(phase, home) : RunComponents(phase, home);
+      if (!fits) return false;
     }
-    for (const LockRequest& embedding : embeddings_) ram_.Unlock(embedding.key.ToString());
-    if (params_.has_pictures() &&
-        !RunPhase(pipeline.image_encoder_component(), home, 1, Work::kEncodesPicture)) {
-      return false;
+    return true;
+  }
+
+  // Those of a phase one after the other; the first is taken to have the work.
+  bool RunComponents(size_t phase, Executor& executor) {
+    const std::vector<std::string>& components = run_->phases()[phase].components;
+    for (size_t i = 0; i < components.size(); ++i) {
+      if (!RunPhase(phase, components[i], executor, i == 0 ? run_->phases()[phase].slices : 0)) return false;
     }
-    const auto pictures = static_cast<int64_t>(params_.seeds.size());
-    if (!RunPhase(pipeline.denoiser_component(), home, Steps() * pictures, Work::kOther)) return false;
-    if (file_bytes_ == 0) return true;
-    return ram_.Promise(PicturesBytes(file_bytes_, params_), "pictures") &&
-           RunPhase(pipeline.decoder_component(), home, pictures, Work::kDecodesPicture);
+    return true;
   }
 
   // As ModelCache::LockAll does it: what is not there is promised together.
@@ -394,14 +403,9 @@ class Planner {
     });
   }
 
-  // Steps that are run of those that were asked for; the family decides, this is near enough for a time.
-  int64_t Steps() const {
-    if (!params_.has(MediaRole::kInit)) return *params_.steps;
-    return std::max<int64_t>(1,
-                             static_cast<int64_t>(static_cast<double>(*params_.steps) * *params_.strength));
-  }
-
-  bool EncodeText(const std::string& component, Executor& executor) {
+  bool EncodeText(size_t index, Executor& home) {
+    const std::string& component = run_->phases()[index].components[0];
+    Executor& executor = core_.PlaceEncoder(model_, component, home);
     std::vector<std::pair<std::string, ConditioningSource>> named;
     for (const LoraChoice& lora : loras_) {
       if (lora.ActiveAt(0) && Reaches(lora, component)) {
@@ -411,7 +415,7 @@ class Planner {
     std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     std::vector<ConditioningSource> sources;
     for (auto& [name, source] : named) sources.push_back(std::move(source));
-    const std::string key = ConditioningKey(model_, component, params_, sources, mode_).ToString();
+    const std::string key = ConditioningKey(model_, *run_, index, sources, mode_).ToString();
     if (ram_.Has(key)) {
       ram_.Lock(key, "conditioning", 0);
       v1::PlanResponse::Phase& phase = *plan_.add_phases();
@@ -419,9 +423,9 @@ class Planner {
       phase.set_cached(true);
       return true;
     }
-    const int64_t bytes = model_.pipeline->ConditioningBytes(component, params_);
+    const int64_t bytes = run_->OutputBytes(index);
     if (!ram_.Promise(bytes, "conditioning")) return false;
-    if (!RunPhase(component, executor, 1, Work::kOther)) return false;
+    if (!RunComponents(index, executor)) return false;
     ram_.Keep(absl::StrCat("conditioning of ", component), kConditioning, bytes);
     ram_.BoundConditioning(core_.cache->conditioning_cap());
     return true;
@@ -447,8 +451,7 @@ class Planner {
     int64_t rank = 0;  // of the widest patch beside a weight
   };
 
-  enum class Work { kEncodesPicture, kDecodesPicture, kOther };
-  bool RunPhase(const std::string& name, Executor& executor, int64_t slices, Work work) {
+  bool RunPhase(size_t index, const std::string& name, Executor& executor, int64_t slices) {
     const Component& component = model_.component(name);
     const LockRequest request = model_.ComponentRequest(name);
     const std::string key = request.key.ToString();
@@ -456,11 +459,11 @@ class Planner {
     const auto it = devices_.find(&device);
     const Overlay overlay = OverlayOf(component, request.key);
     PhaseOptions options;
-    options.encodes_picture = work == Work::kEncodesPicture;
     options.beside_rank = overlay.rank;
-    const TileChoice tiles = work == Work::kEncodesPicture   ? encode_tiles_
-                             : work == Work::kDecodesPicture ? decode_tiles_
-                                                             : TileChoice{};
+    const latentd::RunPhase& of = run_->phases()[index];
+    const TileChoice tiles = !of.may_tile                         ? TileChoice{}
+                             : of.kind == PhaseKind::kEncodeMedia ? encode_tiles_
+                                                                  : decode_tiles_;
     options.tile = tiles.first;
     if (!ram_.Lock(key, component.name, request.loader.estimated_bytes, {model_.id})) return false;
     const auto slots = static_cast<int32_t>(core_.config.ring_blocks);
@@ -469,14 +472,14 @@ class Planner {
              ? ram_.Obtainable()
              : it->second.Obtainable() - PlanResidency(DescribeBlocks(model_, component), 0, slots).bytes()) -
         overlay.beside_bytes - (ram_.Has(overlay.record) ? 0 : overlay.record_bytes);
-    ChooseTile(component, device, room, tiles.may_shrink, options);
+    ChooseTile(index, component, device, room, tiles.may_shrink, options);
 
     v1::PlanResponse::Phase phase;
     phase.set_component(name);
     phase.set_device(device.name());
     const auto measured =
-        core_.measurements->Find(MeasurementKey(model_, component, params_, options, device));
-    const WorkingPromise promise = PromiseFor(component, options, device);
+        core_.measurements->Find(MeasurementKey(model_, component, *run_, index, options, device));
+    const WorkingPromise promise = PromiseFor(index, component, options, device);
     int64_t working = promise.bytes;
     phase.set_tiled(options.tile != 0);
     phase.set_working_bytes(working);
@@ -515,24 +518,24 @@ class Planner {
 
   // As PhaseResources does it where nobody else is in the way: the largest tile for which half of what is
   // guessed can be had, else the largest that is worth a try at all.
-  void ChooseTile(const Component& component, const Device& device, int64_t room, bool may_tile,
+  void ChooseTile(size_t index, const Component& component, const Device& device, int64_t room, bool may_tile,
                   PhaseOptions& options) const {
     const int64_t first = options.tile;
     for (const int64_t share : {WorkingPromise::kHalf, WorkingPromise::kLeastShare}) {
       options.tile = first;
-      while (!PromiseFor(component, options, device).IsWorthATry(room, share)) {
-        const int64_t smaller = may_tile ? model_.pipeline->SmallerTile(params_, options.tile) : 0;
+      while (!PromiseFor(index, component, options, device).IsWorthATry(room, share)) {
+        const int64_t smaller = may_tile ? run_->SmallerTile(options.tile) : 0;
         if (smaller == 0) break;
         options.tile = smaller;
       }
-      if (PromiseFor(component, options, device).IsWorthATry(room, share)) return;
+      if (PromiseFor(index, component, options, device).IsWorthATry(room, share)) return;
     }
   }
 
-  WorkingPromise PromiseFor(const Component& component, const PhaseOptions& options,
+  WorkingPromise PromiseFor(size_t index, const Component& component, const PhaseOptions& options,
                             const Device& device) const {
-    return core_.measurements->Promise(MeasurementKey(model_, component, params_, options, device),
-                                       model_.pipeline->WorkingBytes(component.name, params_, options));
+    return core_.measurements->Promise(MeasurementKey(model_, component, *run_, index, options, device),
+                                       run_->WorkingBytes(index, component.name, options));
   }
 
   // As PhaseResources does it on a device with memory of its own: patches, working memory, weights.
@@ -651,7 +654,8 @@ class Planner {
 
   ServerCore& core_;
   const OpenModel& model_;
-  const GenerateParams params_;
+  const std::shared_ptr<const latentd::Run> run_;
+  const GenerateParams& params_;
   const std::vector<LoraChoice> loras_;
   const std::vector<LockRequest> embeddings_;
   const PatchMode mode_;
@@ -692,17 +696,17 @@ absl::StatusOr<v1::PlanResponse> PlanJob(ServerCore& core, const v1::PlanRequest
   ASSIGN_OR_RETURN(const std::vector<EmbeddingFile> bundled, EmbeddingsOfChoices(loras));
   ASSIGN_OR_RETURN(std::vector<LockRequest> embeddings,
                    ResolveEmbeddings(*model->pipeline, *core.catalog, params, bundled));
-  RETURN_IF_ERROR(model->pipeline->Validate(params));
-  RETURN_IF_ERROR(CheckPixels(params, core.config));
-  ASSIGN_OR_RETURN(const TileChoice encode, EncodeTiles(request.params(), *model->pipeline, params));
-  ASSIGN_OR_RETURN(const TileChoice decode, DecodeTiles(request.params(), *model->pipeline, params));
+  ASSIGN_OR_RETURN(std::shared_ptr<const Run> run, model->pipeline->Prepare(std::move(params)));
+  RETURN_IF_ERROR(CheckPixels(run->params(), core.config));
+  ASSIGN_OR_RETURN(const TileChoice encode, EncodeTiles(request.params(), *run));
+  ASSIGN_OR_RETURN(const TileChoice decode, DecodeTiles(request.params(), *run));
   int64_t file_bytes = 0;
   if (request.params().image_format() != v1::IMAGE_FORMAT_LATENTS) {
-    file_bytes = MaxFileBytes(*params.width, *params.height);
+    file_bytes = MaxFileBytes(*run->params().width, *run->params().height);
     if (WantsMetadata(request.params(), core.config)) file_bytes += MaxMetadataBytes(request);
   }
-  return Planner(core, *model, std::move(params), std::move(loras), std::move(embeddings), mode, encode,
-                 decode, file_bytes)
+  return Planner(core, *model, std::move(run), std::move(loras), std::move(embeddings), mode, encode, decode,
+                 file_bytes)
       .Run();
 }
 

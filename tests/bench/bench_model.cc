@@ -50,20 +50,23 @@ void BenchModel::Begin(int64_t side, int64_t steps) {
   params.noise = inputs_.at("noise");
   params.guidance = 3.5;
   params.max_sequence_length = inputs_.at("t5").size(1);
-  CheckOk(pipeline_->Validate(params));
-  Conditioning conditioning = {{"t5", inputs_.at("t5")}, {"pooled", inputs_.at("pooled")}};
-  denoiser_ = OrDie(pipeline_->Begin(params, std::move(conditioning), {}));
+  run_ = OrDie(pipeline_->Prepare(std::move(params)));
+  state_.conditioning = {{"t5", inputs_.at("t5")}, {"pooled", inputs_.at("pooled")}};
+  size_t phase = 0;
+  while (run_->phases()[phase].kind != PhaseKind::kDenoise) ++phase;
+  work_ = OrDie(run_->Begin(phase, state_));
 }
 
 Elapsed BenchModel::Step() {
   const WeightView& view = *views_.at(pipeline_->denoiser_component());
+  const WeightViews views(pipeline_->denoiser_component(), view);
   const Stopwatch watch;
-  OrDie(denoiser_->Step(view));
+  OrDie(work_->Slice(views, {}));
   return watch.elapsed();
 }
 
 std::vector<float> BenchModel::Latents() const {
-  const at::Tensor flat = denoiser_->latents().to(at::kFloat).contiguous();
+  const at::Tensor flat = work_->latents().to(at::kFloat).contiguous();
   const float* data = flat.const_data_ptr<float>();
   return {data, data + flat.numel()};
 }

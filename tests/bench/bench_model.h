@@ -114,7 +114,9 @@ class BenchModel {
   std::shared_ptr<const Resource> on_sim_;
   std::unique_ptr<WeightStream> stream_;
   std::map<std::string, std::unique_ptr<WeightView>> views_;
-  std::unique_ptr<Denoiser> denoiser_;
+  std::shared_ptr<const Run> run_;
+  RunState state_;
+  std::unique_ptr<PhaseWork> work_;  // of one picture: a slice is a step
 };
 
 }  // namespace latentd::bench

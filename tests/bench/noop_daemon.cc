@@ -33,7 +33,7 @@ class NoopDenoiser : public Denoiser {
   int64_t index_ = 0;
 };
 
-class NoopPipeline : public Pipeline {
+class NoopPipeline : public ImagePipeline {
  public:
   explicit NoopPipeline(const std::string& weights) {
     auto layout = std::make_shared<ComponentLayout>();
@@ -58,12 +58,15 @@ class NoopPipeline : public Pipeline {
   }
   std::vector<std::string> EncoderComponents(const GenerateParams&) const override { return {}; }
   absl::Status Encode(const std::string&, const WeightView&, const GenerateParams&,
+                      const std::vector<std::shared_ptr<const TextEmbedding>>&,
                       Conditioning&) const override {
     return absl::OkStatus();
   }
+  absl::StatusOr<std::vector<TokenCount>> CountTokens(const GenerateParams&) const override {
+    return std::vector<TokenCount>();
+  }
   std::string EncodeKey(const std::string&, const GenerateParams&) const override { return ""; }
   int64_t ConditioningBytes(const std::string&, const GenerateParams&) const override { return 0; }
-  std::string image_encoder_component() const override { return "network"; }
   absl::StatusOr<at::Tensor> EncodeImage(const WeightView&, const GenerateParams&,
                                          const PhaseOptions&) const override {
     return absl::UnimplementedError("no pictures here");
@@ -73,14 +76,14 @@ class NoopPipeline : public Pipeline {
                                                   at::Tensor) const override {
     return std::make_unique<NoopDenoiser>(*params.steps);
   }
-  std::string decoder_component() const override { return "network"; }
+  std::string vae_component() const override { return "network"; }
   int64_t SmallerTile(const GenerateParams&, int64_t) const override { return 0; }
   absl::StatusOr<at::Tensor> Decode(const WeightView&, const at::Tensor&,
                                     const PhaseOptions&) const override {
     return at::zeros({8, 8, 3}, at::kByte);
   }
   at::Tensor Preview(const at::Tensor&) const override { return {}; }
-  int64_t WorkingBytes(const std::string&, const GenerateParams&, const PhaseOptions&) const override {
+  int64_t WorkingBytes(const std::string&, const GenerateParams&, const PhaseOptions&, bool) const override {
     return 0;
   }
   std::string ShapeKey(const std::string&, const GenerateParams&) const override { return ""; }

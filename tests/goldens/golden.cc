@@ -1,5 +1,7 @@
 #include "tests/goldens/golden.h"
 
+#include <deque>
+
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -112,39 +114,34 @@ Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double wei
   return overlays;
 }
 
-RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays) {
-  auto check = [](const absl::Status& status) {
-    if (!status.ok()) Die(status.ToString());
-  };
+RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays,
+                   std::vector<std::shared_ptr<const TextEmbedding>> embeddings) {
   std::map<std::string, std::shared_ptr<const WeightSet>> weights;
   for (const Component& component : pipeline.components()) weights[component.name] = Load(component);
-  auto view = [&](const std::string& name) {
-    const auto overlay = overlays.find(name);
-    return WeightView(*weights.at(name), overlay == overlays.end() ? nullptr : overlay->second.get());
+  const auto overlay = [&](const std::string& name) {
+    const auto it = overlays.find(name);
+    return it == overlays.end() ? nullptr : it->second.get();
   };
 
+  const auto run = OrDie(pipeline.Prepare(std::move(params)), "Prepare");
+  RunState state;
+  state.embeddings = std::move(embeddings);
   RunResult result;
-  check(pipeline.Validate(params));
-  for (const std::string& name : pipeline.EncoderComponents(params)) {
-    check(pipeline.Encode(name, view(name), params, result.conditioning));
+  for (size_t i = 0; i < run->phases().size(); ++i) {
+    if (run->phases()[i].kind == PhaseKind::kDenoise) result.conditioning = state.conditioning;
+    const auto work = OrDie(run->Begin(i, state), "Begin");
+    for (bool over = false; !over;) {
+      std::deque<WeightView> held;
+      WeightViews views;
+      for (const std::string& name : work->reads()) {
+        views.Add(name, held.emplace_back(*weights.at(name), overlay(name)));
+      }
+      const SliceReport report = OrDie(work->Slice(views, {}), "Slice");
+      if (report.step) result.latents.push_back(work->latents());
+      over = report.phase_over;
+    }
   }
-  at::Tensor pictures;
-  if (params.has_pictures()) {
-    pictures =
-        OrDie(pipeline.EncodeImage(view(pipeline.image_encoder_component()), params, {}), "EncodeImage");
-  }
-  auto denoiser = OrDie(pipeline.Begin(params, result.conditioning, pictures), "Begin");
-  const WeightView denoiser_view = view(pipeline.denoiser_component());
-  while (!denoiser->done()) {
-    OrDie(denoiser->Step(denoiser_view), "Step");
-    result.latents.push_back(denoiser->latents());
-  }
-  const WeightView decoder_view = view(pipeline.decoder_component());
-  for (size_t i = 0; i < params.seeds.size(); ++i) {
-    result.pixels.push_back(
-        OrDie(pipeline.Decode(decoder_view, result.latents.back().narrow(0, static_cast<int64_t>(i), 1), {}),
-              "Decode"));
-  }
+  result.pixels = state.pictures;
   return result;
 }
 

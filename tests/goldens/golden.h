@@ -10,7 +10,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "cache/weights/weight_files.h"
-#include "families/family.h"
+#include "families/image_pipeline.h"
 #include "patcher/layer_patcher.h"
 #include "patcher/overlay.h"
 
@@ -58,6 +58,11 @@ std::shared_ptr<const WeightSet> Load(const std::string& path, std::shared_ptr<c
 // Detects the family and opens the model.
 std::unique_ptr<Pipeline> OpenModel(const ModelFiles& files);
 
+// REQUIRES: it is one.
+inline const ImagePipeline& AsImage(const Pipeline& pipeline) {
+  return dynamic_cast<const ImagePipeline&>(pipeline);
+}
+
 struct RunResult {
   std::vector<at::Tensor> latents;  // after each step, [N, C, h, w]
   std::vector<at::Tensor> pixels;   // uint8 [H, W, 3] of each picture
@@ -68,7 +73,8 @@ using Overlays = std::map<std::string, std::shared_ptr<const Overlay>>;
 // Of one LoRA file, for all components.
 Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double weight, PatchMode mode);
 // A whole generation, phase by phase, as the server runs it.
-RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays = {});
+RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays = {},
+                   std::vector<std::shared_ptr<const TextEmbedding>> embeddings = {});
 
 }  // namespace latentd
 

@@ -39,7 +39,8 @@ std::vector<int64_t> Numbers(const std::string& text) {
 }
 
 // Those that the case's prompts name, read from their files.
-void AddEmbeddings(const std::string& names, GenerateParams& params) {
+void AddEmbeddings(const std::string& names, GenerateParams& params,
+                   std::vector<std::shared_ptr<const TextEmbedding>>& vectors) {
   const std::vector<std::string> all = absl::StrSplit(names, ',', absl::SkipEmpty());
   for (const std::string& name : all) {
     const auto files = WeightFiles::Open(GoldenPath(absl::StrCat("embeddings/", name, ".safetensors")));
@@ -48,14 +49,17 @@ void AddEmbeddings(const std::string& names, GenerateParams& params) {
                                                LoadContext([] { return false; }, [](int64_t, int64_t) {}));
     ASSERT_TRUE(embedding.ok()) << embedding.status();
     params.embedding_names[name] = params.embeddings.size();
-    params.embeddings.push_back(
-        {.name = name, .id = name, .tokens = (*embedding)->shape().tokens, .vectors = *embedding});
+    params.embeddings.push_back({.name = name, .id = name, .tokens = (*embedding)->shape().tokens});
+    vectors.push_back(*embedding);
   }
 }
 
-GenerateParams Params(const Golden& golden) {
+using Vectors = std::vector<std::shared_ptr<const TextEmbedding>>;
+
+// `vectors`: of what its prompts name.
+GenerateParams Params(const Golden& golden, Vectors* vectors = nullptr) {
   GenerateParams params;
-  if (golden.HasSetting("embeddings")) AddEmbeddings(golden.Setting("embeddings"), params);
+  if (golden.HasSetting("embeddings")) AddEmbeddings(golden.Setting("embeddings"), params, *vectors);
   params.prompt = golden.Text("prompt");
   if (golden.Has("negative")) params.negative_prompt = golden.Text("negative");
   if (golden.Has("prompt_2")) params.prompt_2 = golden.Text("prompt_2");
@@ -107,7 +111,9 @@ GenerateParams Params(const Golden& golden) {
 
 void CheckRun(const std::string& name, const Golden& golden, const Pipeline& pipeline,
               const Overlays& overlays = {}) {
-  const RunResult result = Generate(pipeline, Params(golden), overlays);
+  Vectors vectors;
+  GenerateParams params = Params(golden, &vectors);
+  const RunResult result = Generate(pipeline, std::move(params), overlays, std::move(vectors));
   for (const auto& [key, tensor] : result.conditioning) {
     EXPECT_TRUE(tensor.is_cpu() && tensor.is_contiguous()) << key;
   }

@@ -79,7 +79,9 @@ class SiteTest : public testing::TestWithParam<Site> {
     params_.prompt = "a red circle";
     params_.seeds = {7};
     if (GetParam().tiles) params_.tiles = DenoiseTiles{48, 48, 16};
-    EXPECT_TRUE(model_->pipeline->Validate(params_).ok());
+    auto run = model_->pipeline->Prepare(params_);
+    EXPECT_TRUE(run.ok()) << run.status();
+    run_ = *std::move(run);
     at::manual_seed(11);
     for (const char* file : {"here", "also"}) WriteFile(root_ / absl::StrCat(file, ".safetensors"), Pair(0));
     WriteFile(root_ / "narrow.safetensors", Pair(-1));  // fits no weight
@@ -138,8 +140,9 @@ class SiteTest : public testing::TestWithParam<Site> {
     return std::make_unique<PhaseResources>(
         PhaseResources::Setup{.core = &server_->core(),
                               .model = model_.get(),
+                              .run = run_.get(),
+                              .phase = Phase(),
                               .component = GetParam().component,
-                              .params = &params_,
                               .device = &server_->sim(0),
                               .loras = &loras,
                               .patch_mode = mode,
@@ -179,7 +182,17 @@ class SiteTest : public testing::TestWithParam<Site> {
   const fs::path root_;
   std::unique_ptr<InProcessServer> server_;
   std::shared_ptr<const OpenModel> model_;
+  // The phase that reads the site's component first.
+  size_t Phase() const {
+    for (size_t i = 0; i < run_->phases().size(); ++i) {
+      if (run_->phases()[i].components[0] == GetParam().component) return i;
+    }
+    ADD_FAILURE() << "nothing reads " << GetParam().component;
+    return 0;
+  }
+
   GenerateParams params_;
+  std::shared_ptr<const latentd::Run> run_;  // gtest has a Run, too
 };
 
 // The patch stays where it is for as long as the region lasts, even when nobody else holds it and all that
@@ -259,8 +272,9 @@ TEST_P(SiteTest, AnErrorInApplyReleasesAll) {
     stop.request_stop();
     PhaseResources phase({.core = &server_->core(),
                           .model = model_.get(),
+                          .run = run_.get(),
+                          .phase = Phase(),
                           .component = GetParam().component,
-                          .params = &params_,
                           .device = &server_->sim(0),
                           .loras = &held,
                           .patch_mode = mode,
