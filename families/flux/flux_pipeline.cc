@@ -84,9 +84,10 @@ class FluxDenoiser : public Denoiser {
     const auto i = static_cast<size_t>(picture);
     const at::Tensor& x = pictures_[i];
     const at::Tensor input = Input(w, i);
-    at::Tensor velocity = (*transformer_)(w, input, modulations_[0], prompts_[0].text);
+    // Latents and what is done with them stay in fp32, whatever the network computes in.
+    at::Tensor velocity = (*transformer_)(w, input, modulations_[0], prompts_[0].text).to(at::kFloat);
     if (prompts_.size() > 1) {
-      const at::Tensor negative = (*transformer_)(w, input, modulations_[1], prompts_[1].text);
+      const at::Tensor negative = (*transformer_)(w, input, modulations_[1], prompts_[1].text).to(at::kFloat);
       velocity = velocity.sub_(negative).mul_(true_cfg_scale_).add_(negative);
     }
     stepped_.resize(i);

@@ -193,12 +193,21 @@ FluxText FluxTransformer::PrepareText(const WeightView& w, const at::Tensor& t5,
   return {context_embedder_(w, t5.to(w.device(), w.compute_type())), RopeTable(positions, config_.axes)};
 }
 
+namespace {
+
+// Made in fp32 whatever the network computes in, as in diffusers: a time of 1000 has no place in bf16.
+at::Tensor Sinusoid(const WeightView& w, float value) {
+  return SinusoidalEmbedding(value, kSinusoidDim, w.device()).to(w.compute_type());
+}
+
+}  // namespace
+
 FluxConditioning FluxTransformer::PrepareConditioning(const WeightView& w, const at::Tensor& pooled,
                                                       double guidance) const {
   FluxConditioning conditioning;
   if (guidance_embedder_) {
     const float value = static_cast<float>(guidance) * kTrainSteps;
-    conditioning.guidance = (*guidance_embedder_)(w, SinusoidalEmbedding(value, kSinusoidDim, w.device()));
+    conditioning.guidance = (*guidance_embedder_)(w, Sinusoid(w, value));
   }
   conditioning.pooled = text_embedder_(w, pooled.to(w.device(), w.compute_type()));
   return conditioning;
@@ -208,14 +217,14 @@ at::Tensor FluxTransformer::Modulation(const WeightView& w, float sigma,
                                        const FluxConditioning& conditioning) const {
   // The pipeline hands over t/1000 and the network multiplies by 1000, each rounded to fp32.
   const float t = sigma * kTrainSteps / kTrainSteps * kTrainSteps;
-  at::Tensor vec = time_embedder_(w, SinusoidalEmbedding(t, kSinusoidDim, w.device()));
+  at::Tensor vec = time_embedder_(w, Sinusoid(w, t));
   if (conditioning.guidance.defined()) vec.add_(conditioning.guidance);
   return at::silu_(vec.add_(conditioning.pooled));
 }
 
 at::Tensor FluxTransformer::operator()(const WeightView& w, const at::Tensor& x, const at::Tensor& vec,
                                        const FluxText& text) const {
-  FluxTokens tokens = FluxTokens::Join(text.tokens, x_embedder_(w, x));
+  FluxTokens tokens = FluxTokens::Join(text.tokens, x_embedder_(w, x.to(w.compute_type())));
   for (const FluxDoubleBlock& block : double_blocks_) block(w, tokens, vec, text.rope);
   for (const FluxSingleBlock& block : single_blocks_) {
     block(w, tokens, vec, text.rope, /*image_only=*/&block == &single_blocks_.back());

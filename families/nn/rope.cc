@@ -45,6 +45,12 @@ void NormRopeTo(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, d
 void NormRopeComposed(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, double eps,
                       const at::Tensor& table) {
   const at::Tensor normed = at::rms_norm(x.view(out.sizes()), {out.size(3)}, weight, eps);
+  if (out.scalar_type() != at::kFloat) {
+    // Turned in fp32, as in diffusers; there are no complex numbers of less.
+    const at::Tensor pairs = at::view_as_complex(normed.to(at::kFloat).unflatten(-1, {-1, 2}));
+    out.copy_(at::view_as_real(pairs * table).flatten(-2));
+    return;
+  }
   at::Tensor turned = at::view_as_complex(out.unflatten(-1, {-1, 2}));
   at::mul_out(turned, at::view_as_complex(normed.unflatten(-1, {-1, 2})), table);
 }

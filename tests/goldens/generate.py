@@ -60,6 +60,7 @@ def main() -> None:
     import layers
     import loras
     import models
+    import precision
     import prompts
     import samplers
     import schedulers
@@ -95,6 +96,7 @@ def main() -> None:
     schedulers.write_all(args.out)
     tokenizer_layouts.write_all(args.out)
     unicode_classes.write_all(args.out)
+    precision.build_all(args.out)
     file.write_text(wanted)
 
 

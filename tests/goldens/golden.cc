@@ -115,7 +115,7 @@ Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double wei
 }
 
 RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays,
-                   std::vector<std::shared_ptr<const TextEmbedding>> embeddings) {
+                   std::vector<std::shared_ptr<const TextEmbedding>> embeddings, at::ScalarType compute) {
   std::map<std::string, std::shared_ptr<const WeightSet>> weights;
   for (const Component& component : pipeline.components()) weights[component.name] = Load(component);
   const auto overlay = [&](const std::string& name) {
@@ -134,7 +134,7 @@ RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overla
       std::deque<WeightView> held;
       WeightViews views;
       for (const std::string& name : work->reads()) {
-        views.Add(name, held.emplace_back(*weights.at(name), overlay(name)));
+        views.Add(name, held.emplace_back(*weights.at(name), overlay(name), compute));
       }
       const SliceReport report = OrDie(work->Slice(views, {}), "Slice");
       if (report.step) result.latents.push_back(work->latents());

@@ -74,7 +74,8 @@ using Overlays = std::map<std::string, std::shared_ptr<const Overlay>>;
 Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double weight, PatchMode mode);
 // A whole generation, phase by phase, as the server runs it.
 RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays = {},
-                   std::vector<std::shared_ptr<const TextEmbedding>> embeddings = {});
+                   std::vector<std::shared_ptr<const TextEmbedding>> embeddings = {},
+                   at::ScalarType compute = at::kFloat);
 
 }  // namespace latentd
 
