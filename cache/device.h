@@ -82,6 +82,9 @@ class Device {
   // OK while the device answers; UNAVAILABLE DEVICE_LOST from then on.
   virtual absl::Status Check() const { return absl::OkStatus(); }
 
+  // Whether its kernels multiply numbers of bf16 as fast as of fp16. Of GPUs.
+  virtual bool computes_bf16() const { return true; }
+
   // Makes the calling thread compute on this device. An executor calls it once.
   virtual void BindThread() {}
 

@@ -116,6 +116,16 @@ const std::vector<ConfigKey>& Table() {
        0,
        false,
        {"auto", "full", "stream"}},
+      {"compute",
+       &Config::compute,
+       "What networks compute in. auto: fp32 on CPUs, bf16 on GPUs (fp16 on those that have none); fp32, "
+       "bf16, fp16: "
+       "that on all devices, VAEs in fp32 in place of fp16. On a CPU, bf16 needs AVX512_BF16 or AMX.",
+       Unit::kNone,
+       0,
+       0,
+       false,
+       {"auto", "fp32", "bf16", "fp16"}},
       {"ring_blocks", &Config::ring_blocks, "Blocks of weights that a device buffers while streaming.",
        Unit::kNone, 2, 64},
       {"state_dir", &Config::state_dir,

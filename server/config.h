@@ -54,6 +54,7 @@ struct Config {
   absl::Duration memory_wait_timeout = absl::Minutes(2);
   absl::Duration keep_alive = absl::InfiniteDuration();
   std::string residency = "auto";
+  std::string compute = "auto";
   int64_t ring_blocks = 2;
   std::string state_dir = "auto";
 

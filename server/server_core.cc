@@ -1,4 +1,5 @@
 #include "server/server_core.h"
+#include "families/compute_type.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -129,6 +130,8 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& confi
   const AgeingPolicy ageing{.level = config.priority_ageing,
                             .max_priority = static_cast<int>(config.max_priority)};
   for (Device* device : devices) {
+    RETURN_IF_ERROR(CheckComputeSetting(config.compute, *device));
+    if (device->kind() == DeviceKind::kCuda) SetTorchForGpus();
     core->executors.push_back(std::make_unique<Executor>(device, threads, ageing));
   }
   const auto loaders = static_cast<int>(config.loader_threads);
@@ -179,6 +182,9 @@ Executor& ServerCore::PlaceEncoder(const OpenModel& model, const std::string& co
   Executor* idle = nullptr;
   for (const auto& executor : executors) {
     if (!executor->idle() || !executor->device().Check().ok()) continue;
+    // Another kind of device gives other last bits, and which one is idle is no part of a request.
+    if ((executor->device().kind() == DeviceKind::kCuda) != (home.device().kind() == DeviceKind::kCuda))
+      continue;
     if (executor->device().uses_host_memory() || holds.count(executor->device().name()) != 0)
       return *executor;
     if (idle == nullptr) idle = executor.get();

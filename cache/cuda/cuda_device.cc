@@ -291,6 +291,14 @@ class CudaDevice : public Device {
         [this] { return state_->ForeignBytes() - (state_->total_bytes - own_budget_.stats().cap_bytes); });
   }
 
+  // From Ampere on.
+  bool computes_bf16() const override {
+    int major = 0;
+    const bool known =
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, state_->index) == cudaSuccess;
+    return known && major >= 8;
+  }
+
   absl::StatusOr<std::shared_ptr<void>> Allocate(int64_t bytes) override {
     RETURN_IF_ERROR(state_->CheckLost());
     RETURN_IF_ERROR(state_->maybe_fail(FaultPoint::kAllocate, name()));

@@ -474,10 +474,12 @@ absl::Status RunInfo(const GlobalOptions& global) {
                {"samplers", Printable(absl::StrJoin(info.samplers(), ", "))},
                {"schedules", Printable(absl::StrJoin(info.schedules(), ", "))}};
   for (const v1::DeviceInfo& device : info.devices()) {
-    rows.push_back({"device", absl::StrCat(Printable(device.name()), ", ", device.threads(), " threads",
-                                           device.memory_bytes() > 0
-                                               ? absl::StrCat(", ", HumanBytes(device.memory_bytes()))
-                                               : "")});
+    rows.push_back(
+        {"device",
+         absl::StrCat(
+             Printable(device.name()), ", ", device.threads(), " threads",
+             device.compute().empty() ? "" : absl::StrCat(", ", Printable(device.compute())),
+             device.memory_bytes() > 0 ? absl::StrCat(", ", HumanBytes(device.memory_bytes())) : "")});
   }
   const v1::Limits& limits = info.limits();
   rows.push_back({"sessions", absl::StrCat("at most ", limits.max_sessions(), ", idle for ",

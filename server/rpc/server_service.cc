@@ -6,6 +6,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cache/base/error.h"
+#include "families/compute_type.h"
 #include "families/sampling/sampler.h"
 #include "google/protobuf/util/time_util.h"
 #include "server/rpc/denoise_service.h"
@@ -33,6 +34,7 @@ grpc::ServerUnaryReactor* ServerServiceImpl::GetServerInfo(grpc::CallbackServerC
       v1::DeviceInfo& out = *response->add_devices();
       out.set_name(device.name());
       out.set_kind(std::string(DeviceKindName(device.kind())));
+      out.set_compute(std::string(ComputeTypeName(ComputeTypeFor(core_->config.compute, device, ""))));
       out.set_memory_bytes(device.uses_host_memory() ? 0 : device.budget().stats().cap_bytes);
       out.set_threads(executor->threads());
     }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cache/model_key.h"
+#include "families/compute_type.h"
 #include "families/run.h"
 #include "patcher/layer_patcher.h"
 #include "server/catalog/catalog.h"
@@ -18,10 +19,12 @@ struct ConditioningSource {
   std::string strength;  // StrengthText
 };
 
-// All that the conditioning depends on goes into it: model, encoder, prompts, and the LoRAs on the encoder,
-// in order of name. As a hash: names of records are shown, prompts are not.
+// All that the conditioning depends on goes into it: model, encoder, prompts, the kind of device and what it
+// computes in, and the LoRAs on the encoder, in order of name. As a hash: names of records are shown, prompts
+// are not.
 ModelKey ConditioningKey(const OpenModel& model, const Run& run, size_t phase,
-                         const std::vector<ConditioningSource>& sources, PatchMode mode);
+                         const std::vector<ConditioningSource>& sources, PatchMode mode, const Device& device,
+                         ComputeType compute);
 
 }  // namespace latentd
 

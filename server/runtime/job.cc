@@ -142,6 +142,13 @@ absl::Status Job::Prepare() {
     ++phases_;
   }
   home_ = &core_->Place(*setup_.model);  // counts this job; Finish takes it off
+  if (record_) {
+    const Device& device = home_.load()->device();
+    const std::string denoiser = pipeline.denoiser_component();
+    record_->set_compute(
+        absl::StrCat(ComputeTypeName(ComputeTypeFor(core_->config.compute, device, denoiser)), " on ",
+                     device.kind() == DeviceKind::kCuda ? "cuda" : "cpu"));
+  }
   return AcquirePhase();
 }
 
@@ -184,7 +191,9 @@ ModelKey Job::CurrentConditioningKey() const {
   std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<ConditioningSource> sources;
   for (auto& [name, source] : named) sources.push_back(std::move(source));
-  return ConditioningKey(*setup_.model, *run_, current_, sources, setup_.patch_mode);
+  const Device& device = core_->PlaceEncoder(*setup_.model, component, *home_.load()).device();
+  return ConditioningKey(*setup_.model, *run_, current_, sources, setup_.patch_mode, device,
+                         ComputeTypeFor(core_->config.compute, device, component));
 }
 
 bool Job::TakeCachedConditioning() {

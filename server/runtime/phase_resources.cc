@@ -51,18 +51,21 @@ bool IsOutOfMemory(const absl::Status& status) {
 }
 
 std::string MeasurementKey(const OpenModel& model, const Component& component, const Run& run, size_t phase,
-                           const PhaseOptions& options, const Device& device) {
+                           const PhaseOptions& options, const Device& device, ComputeType compute) {
   const ComponentLayout& layout = *component.layout;
   std::string key = absl::StrCat(std::string(model.pipeline->family()), "/", component.name, "/",
                                  layout.parameter_count(), ":", layout.tensors().size(), "/",
                                  StorageTypes(component), "/", run.ShapeKey(phase, component.name));
   if (options.tile != 0) absl::StrAppend(&key, "/tile", options.tile);
+  if (compute != ComputeType::kFp32) absl::StrAppend(&key, "/", ComputeTypeName(compute));
   if (options.beside_rank != 0) absl::StrAppend(&key, "/rank", options.beside_rank);
   return absl::StrCat(key, "/", std::string(DeviceKindName(device.kind())));
 }
 
 PhaseResources::PhaseResources(Setup setup)
-    : setup_(std::move(setup)), component_(setup_.model->component(setup_.component)) {
+    : setup_(std::move(setup)),
+      component_(setup_.model->component(setup_.component)),
+      compute_(ComputeTypeFor(setup_.core->config.compute, *setup_.device, setup_.component)) {
   way_.tile = setup_.tiles.first;
   had_ = way_;
 }
@@ -329,6 +332,7 @@ absl::Status PhaseResources::TryAcquire(Patience patience, std::vector<PatchRepo
     if (specs.empty()) return absl::OkStatus();
     ASSIGN_OR_RETURN(overlay_, LayerPatcher::Apply(host, *component_.patch_target, std::move(specs),
                                                    {.mode = setup_.patch_mode,
+                                                    .compute = ScalarTypeOf(compute_),
                                                     .device = setup_.device,
                                                     .resident = std::move(resident),
                                                     .cache = core.cache.get(),
@@ -342,8 +346,8 @@ absl::Status PhaseResources::TryAcquire(Patience patience, std::vector<PatchRepo
   };
   if (beside) RETURN_IF_ERROR(apply({}));
   options_.beside_rank = overlay_ == nullptr ? 0 : WidestSidecar(*component_.layout, *overlay_);
-  measurement_key_ =
-      MeasurementKey(*setup_.model, component_, *setup_.run, setup_.phase, options_, *setup_.device);
+  measurement_key_ = MeasurementKey(*setup_.model, component_, *setup_.run, setup_.phase, options_,
+                                    *setup_.device, compute_);
   ASSIGN_OR_RETURN(residency_, setup_.works ? LockWorking(patience) : LockWith(0, patience));
   const auto& weights = residency_.As<WeightSet>();
   const ResidencyPlan& plan = residency_.plan();
@@ -360,7 +364,7 @@ absl::Status PhaseResources::TryAcquire(Patience patience, std::vector<PatchRepo
     };
     ASSIGN_OR_RETURN(stream_, WeightStream::Create(host, std::move(source), plan, *setup_.device));
   }
-  view_ = std::make_unique<WeightView>(weights, overlay_.get(), at::kFloat, stream_.get());
+  view_ = std::make_unique<WeightView>(weights, overlay_.get(), ScalarTypeOf(compute_), stream_.get());
   view_->StopWith(setup_.stop);
 
   const int64_t promised = residency_.working_bytes() + KeptBytes();
@@ -371,6 +375,7 @@ absl::Status PhaseResources::TryAcquire(Patience patience, std::vector<PatchRepo
 
   report_.set_component(component_.name);
   report_.set_device(setup_.device->name());
+  report_.set_compute(std::string(ComputeTypeName(compute_)));
   report_.set_working_bytes(promised);
   report_.set_tiled(options_.tile != 0);
   report_.set_tile(static_cast<int>(options_.tile));

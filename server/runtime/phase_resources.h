@@ -28,6 +28,7 @@
 #include "cache/memory_account.h"
 #include "cache/model_cache.h"
 #include "cache/weights/weight_stream.h"
+#include "families/compute_type.h"
 #include "families/family.h"
 #include "latentd/v1/denoise.pb.h"
 #include "patcher/layer_patcher.h"
@@ -149,6 +150,7 @@ class PhaseResources {
 
   const Setup setup_;
   const Component& component_;
+  const ComputeType compute_;
   const std::shared_ptr<MemoryAccount> account_ = MemoryAccount::Open();
   double progress_ = 0;
   std::set<std::string> counted_;  // LoRAs whose tensors are in the reports
@@ -175,7 +177,7 @@ class PhaseResources {
 // Names what measurements of a phase have in common: family, component and how it is stored, shapes, what is
 // computed beside the weights, kind of device.
 std::string MeasurementKey(const OpenModel& model, const Component& component, const Run& run, size_t phase,
-                           const PhaseOptions& options, const Device& device);
+                           const PhaseOptions& options, const Device& device, ComputeType compute);
 
 }  // namespace latentd
 

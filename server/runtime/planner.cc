@@ -415,7 +415,10 @@ class Planner {
     std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     std::vector<ConditioningSource> sources;
     for (auto& [name, source] : named) sources.push_back(std::move(source));
-    const std::string key = ConditioningKey(model_, *run_, index, sources, mode_).ToString();
+    const std::string key =
+        ConditioningKey(model_, *run_, index, sources, mode_, executor.device(),
+                        ComputeTypeFor(core_.config.compute, executor.device(), component))
+            .ToString();
     if (ram_.Has(key)) {
       ram_.Lock(key, "conditioning", 0);
       v1::PlanResponse::Phase& phase = *plan_.add_phases();
@@ -477,8 +480,9 @@ class Planner {
     v1::PlanResponse::Phase phase;
     phase.set_component(name);
     phase.set_device(device.name());
-    const auto measured =
-        core_.measurements->Find(MeasurementKey(model_, component, *run_, index, options, device));
+    const auto measured = core_.measurements->Find(
+        MeasurementKey(model_, component, *run_, index, options, device,
+                       ComputeTypeFor(core_.config.compute, device, component.name)));
     const WorkingPromise promise = PromiseFor(index, component, options, device);
     int64_t working = promise.bytes;
     phase.set_tiled(options.tile != 0);
@@ -534,8 +538,10 @@ class Planner {
 
   WorkingPromise PromiseFor(size_t index, const Component& component, const PhaseOptions& options,
                             const Device& device) const {
-    return core_.measurements->Promise(MeasurementKey(model_, component, *run_, index, options, device),
-                                       run_->WorkingBytes(index, component.name, options));
+    return core_.measurements->Promise(
+        MeasurementKey(model_, component, *run_, index, options, device,
+                       ComputeTypeFor(core_.config.compute, device, component.name)),
+        run_->WorkingBytes(index, component.name, options));
   }
 
   // As PhaseResources does it on a device with memory of its own: patches, working memory, weights.
