@@ -1,6 +1,7 @@
 #include "families/compute_type.h"
 
 #include "ATen/Context.h"
+#include "ATen/Version.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cache/base/error.h"
@@ -8,10 +9,11 @@
 namespace latentd {
 namespace {
 
-// Products of bf16 in one instruction; with AMX comes AVX512_BF16.
+// Products of bf16 in one instruction; with AMX comes AVX512_BF16. LibTorch can be told to use less than
+// there is (ATEN_CPU_CAPABILITY).
 bool HostHasBf16() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16") != 0;
+  return __builtin_cpu_supports("avx512bf16") != 0 && absl::StartsWith(at::get_cpu_capability(), "AVX512");
 #else
   return false;
 #endif

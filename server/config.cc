@@ -69,7 +69,8 @@ const std::vector<ConfigKey>& Table() {
       {"reflection", &Config::reflection, "Answer gRPC reflection, which grpcurl needs."},
       {"health", &Config::health, "Answer grpc.health.v1."},
       {"devices", &Config::devices,
-       "Where jobs run: cpu; cuda:N, or cuda:N=SIZE with a cap; or sim:N=SIZE for a pretended device with "
+       "Where jobs run. auto: all GPUs, or the CPU where there is none; cpu; cuda:N, or cuda:N=SIZE with a "
+       "cap; or sim:N=SIZE for a pretended device with "
        "memory "
        "of its own, to which copies may have a bandwidth: sim:N=SIZE,bandwidth=SIZE (per second)."},
       {"threads_per_device", &Config::threads_per_device, "Threads that compute; auto: cores / devices.",
@@ -440,11 +441,15 @@ absl::Status CheckListen(const Config& config) {
   return absl::OkStatus();
 }
 
+bool IsAuto(const std::vector<std::string>& devices) { return devices == std::vector<std::string>{"auto"}; }
+
 absl::Status CheckDevices(const Config& config) {
   if (config.devices.empty()) return Invalid("devices", "names no device");
+  if (IsAuto(config.devices)) return absl::OkStatus();
   RamBudget ram(0);
   std::set<std::string> seen;
   for (const std::string& spec : config.devices) {
+    if (spec == "auto") return Invalid("devices", "'auto' stands alone");
     auto device = MakeDevice(spec, &ram);
     if (!device.ok()) return Invalid("devices", device.status().message());
     if (!seen.insert((*device)->name()).second) {
@@ -646,6 +651,14 @@ DaemonCommand ParseDaemonCommandLine(int argc, const char* const* argv, std::ost
   if (check && !print) out << "the configuration is valid\n";
   command.exit = print || check;
   return command;
+}
+
+std::vector<std::string> ResolveDevices(const std::vector<std::string>& devices, int gpus) {
+  if (!IsAuto(devices)) return devices;
+  if (gpus == 0) return {"cpu"};
+  std::vector<std::string> all;
+  for (int i = 0; i < gpus; ++i) all.push_back(absl::StrCat("cuda:", i));
+  return all;
 }
 
 }  // namespace latentd

@@ -38,7 +38,7 @@ struct Config {
   bool reflection = true;
   bool health = true;
 
-  std::vector<std::string> devices = {"cpu"};
+  std::vector<std::string> devices = {"auto"};
   int64_t threads_per_device = 0;
   int64_t loader_threads = 2;
 
@@ -117,6 +117,10 @@ absl::Span<const ConfigKey> ConfigKeys();
 // Puts the keys of a TOML text into `config`. `file` is for messages. Errors: INVALID_ARGUMENT INVALID_CONFIG
 // naming file, line and key; nothing is set then.
 absl::Status ApplyToml(absl::string_view text, const std::string& file, Config& config);
+
+// What `devices` comes to on a machine with so many GPUs: "auto" is each of them, or the CPU where there is
+// none.
+std::vector<std::string> ResolveDevices(const std::vector<std::string>& devices, int gpus);
 
 // Checks what a single key cannot: addresses, devices, folders, limits that belong together. Errors:
 // INVALID_ARGUMENT INVALID_CONFIG naming the key.

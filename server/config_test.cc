@@ -263,5 +263,14 @@ TEST(AddressParsing, OnlyLoopbackAndUnixSocketsAreLocal) {
   }
 }
 
+TEST(Config, AutomaticDevicesAreAllGpusOrTheCpu) {
+  const Config config;
+  EXPECT_EQ(config.devices, std::vector<std::string>{"auto"});
+  EXPECT_EQ(ResolveDevices(config.devices, 0), std::vector<std::string>{"cpu"});
+  EXPECT_EQ(ResolveDevices(config.devices, 2), (std::vector<std::string>{"cuda:0", "cuda:1"}));
+  const std::vector<std::string> named = {"cuda:1=8GiB", "cpu"};
+  EXPECT_EQ(ResolveDevices(named, 2), named);
+}
+
 }  // namespace
 }  // namespace latentd

@@ -9,8 +9,10 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "cache/base/error.h"
 #include "cache/base/start_thread.h"
+#include "cache/cuda_plugin.h"
 #include "cache/memory_account.h"
 #include "patcher/model_patch.h"
 #include "server/runtime/machine_memory.h"
@@ -89,7 +91,9 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& confi
   core->requests = std::make_unique<RequestMemory>(
       std::max(config.max_request_bytes, config.max_message_bytes), core->ram.get());
   std::vector<Device*> devices;
-  for (const std::string& spec : config.devices) {
+  const std::vector<std::string> specs = ResolveDevices(config.devices, CudaDeviceCount());
+  if (specs != config.devices) spdlog::info("devices={} of auto", absl::StrJoin(specs, ","));
+  for (const std::string& spec : specs) {
     ASSIGN_OR_RETURN(std::unique_ptr<Device> device, MakeDevice(spec, core->ram.get()));
     for (const auto& other : core->devices) {
       if (other->name() == device->name()) {

@@ -30,7 +30,8 @@ constexpr char kToy[] = "toy";
 
 class ToyFamily : public testing::TestWithParam<const char*> {
  protected:
-  ToyFamily() : root_(absl::StrCat(testing::TempDir(), "/toy.", getpid(), ".", std::string(1, GetParam()[0]))) {
+  ToyFamily()
+      : root_(absl::StrCat(testing::TempDir(), "/toy.", getpid(), ".", std::string(1, GetParam()[0]))) {
     fs::create_directories(root_);
     at::manual_seed(3);
     for (const char* name : kToyComponents) {
