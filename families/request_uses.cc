@@ -41,7 +41,6 @@ absl::Status CheckList(const FieldUse& use, const std::vector<double>& list) {
   return absl::OkStatus();
 }
 
-absl::Status Check(const FieldUse& use, std::monostate) { return absl::OkStatus(); }
 absl::Status Check(const FieldUse& use, const std::string& value) { return CheckText(use, value); }
 absl::Status Check(const FieldUse& use, int64_t value) {
   return CheckNumber(use, static_cast<double>(value));

@@ -58,7 +58,6 @@ class WeightSet : public Resource {
   WeightSet(const WeightSet& base, std::vector<Weight> instead);
 
   const ComponentLayout& layout() const { return *layout_; }
-  const std::shared_ptr<const ComponentLayout>& shared_layout() const { return layout_; }
   const Weight& operator[](Slot slot) const { return weights_[static_cast<size_t>(slot.index)]; }
 
   bool has(Slot slot) const { return (*this)[slot].data.defined(); }

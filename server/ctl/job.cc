@@ -53,7 +53,7 @@ v1::ImageFormat FormatOf(const JobOptions& options) {
 // "1024x768", "32,0", "1024x1024,64": numbers between signs. Empty: it is not of that form.
 std::vector<int64_t> Numbers(const std::string& text, absl::string_view separators) {
   std::vector<int64_t> numbers;
-  for (const absl::string_view part : absl::StrSplit(text, absl::ByAnyChar(separators))) {
+  for (const absl::string_view part : absl::StrSplit(text, absl::ByAnyChar(separators), absl::SkipEmpty())) {
     int64_t number = 0;
     if (!absl::SimpleAtoi(part, &number)) return {};
     numbers.push_back(number);

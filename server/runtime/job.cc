@@ -120,6 +120,10 @@ absl::Status Job::Prepare() {
   ASSIGN_OR_RETURN(encode_tiles_, EncodeTiles(setup_.request, *run_));
   ASSIGN_OR_RETURN(decode_tiles_, DecodeTiles(setup_.request, *run_));
   notices_ = LoraTagNotices(run_->params());
+  if (core_->config.log_prompts) {
+    spdlog::info("prompt session={} job={} prompt={} negative={}", setup_.owner, LogField(setup_.job_id),
+                 LogField(run_->params().prompt), LogField(run_->params().negative_prompt.value_or("")));
+  }
   if (WantsMetadata(setup_.request, core_->config)) {
     record_ = RecordOfJob(*setup_.model, *setup_.loras, setup_.patch_mode, setup_.request, run_->params());
   }

@@ -79,3 +79,10 @@ def test_a_lora_tag_is_text_and_says_so_or_an_error(daemon):
     run = subprocess.run([BIN / "latentctl", "--address", daemon.address, "generate", f"a {tag}", "-m", "tiny-sd15", "-W", "64",
                           "-H", "64", "-s", "1", "-o", "/dev/null"], capture_output=True, text=True)
     assert run.returncode == 0 and tag in run.stderr, run.stderr
+
+
+def test_prompts_are_in_the_log_only_where_the_config_says_so(start):
+    for flags, logged in (((), False), (("--log-prompts",), True)):
+        daemon = start(*flags)
+        daemon.generate("a very secret circle", steps=1, seed=1)
+        assert ("a very secret circle" in daemon.log.read_text()) == logged
