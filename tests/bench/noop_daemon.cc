@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ATen/ops/zeros.h"
+#include "families/image_pipeline.h"
 #include "server/config.h"
 #include "server/daemon.h"
 #include "server/logging.h"
