@@ -45,14 +45,14 @@ at::ScalarType ScalarTypeOf(ComputeType type) {
   return at::kFloat;
 }
 
-ComputeType ComputeTypeFor(absl::string_view setting, const Device& device, absl::string_view component) {
+ComputeType ComputeTypeFor(absl::string_view setting, const Device& device, bool leaves_fp16) {
   ComputeType type = ComputeType::kFp32;
   if (setting == "bf16") type = ComputeType::kBf16;
   if (setting == "fp16") type = ComputeType::kFp16;
   if (setting == "auto" && device.kind() == DeviceKind::kCuda) {
     type = device.computes_bf16() ? ComputeType::kBf16 : ComputeType::kFp16;
   }
-  if (type == ComputeType::kFp16 && component == "vae") return ComputeType::kFp32;
+  if (type == ComputeType::kFp16 && leaves_fp16) return ComputeType::kFp32;
   return type;
 }
 
@@ -76,6 +76,7 @@ void SetTorchForGpus() {
   context.setDeterministicCuDNN(true);
   context.setAllowFP16ReductionCuBLAS(false);
   context.setAllowBF16ReductionCuBLAS(false);
+  context.setSDPUseCuDNN(false);
   context.setSDPUseFlash(true);
   context.setSDPUseMemEfficient(true);
   context.setSDPUseMath(true);

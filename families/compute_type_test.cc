@@ -25,12 +25,12 @@ class FakeGpu : public Device {
 
 TEST(ComputeType, FollowsFromDeviceAndComponent) {
   const FakeGpu ampere(true), turing(false);
-  EXPECT_EQ(ComputeTypeFor("auto", ampere, "unet"), ComputeType::kBf16);
-  EXPECT_EQ(ComputeTypeFor("auto", ampere, "vae"), ComputeType::kBf16);
-  EXPECT_EQ(ComputeTypeFor("auto", turing, "unet"), ComputeType::kFp16);
-  EXPECT_EQ(ComputeTypeFor("auto", turing, "vae"), ComputeType::kFp32) << "it overflows";
-  EXPECT_EQ(ComputeTypeFor("fp16", ampere, "text_encoder"), ComputeType::kFp16);
-  EXPECT_EQ(ComputeTypeFor("fp32", ampere, "unet"), ComputeType::kFp32);
+  EXPECT_EQ(ComputeTypeFor("auto", ampere, /*leaves_fp16=*/false), ComputeType::kBf16);
+  EXPECT_EQ(ComputeTypeFor("auto", ampere, /*leaves_fp16=*/true), ComputeType::kBf16);
+  EXPECT_EQ(ComputeTypeFor("auto", turing, /*leaves_fp16=*/false), ComputeType::kFp16);
+  EXPECT_EQ(ComputeTypeFor("auto", turing, /*leaves_fp16=*/true), ComputeType::kFp32) << "it overflows";
+  EXPECT_EQ(ComputeTypeFor("fp16", ampere, /*leaves_fp16=*/false), ComputeType::kFp16);
+  EXPECT_EQ(ComputeTypeFor("fp32", ampere, /*leaves_fp16=*/false), ComputeType::kFp32);
 }
 
 TEST(ComputeType, WhatAGpuCannotDoIsAnError) {
@@ -42,16 +42,30 @@ TEST(ComputeType, WhatAGpuCannotDoIsAnError) {
 
 TEST(ComputeType, SettingsOfGpusAreSet) {
   at::Context& context = at::globalContext();
+  // The opposite of all of them first.
+  context.setAllowTF32CuBLAS(true);
   context.setAllowTF32CuDNN(true);
   context.setBenchmarkCuDNN(true);
   context.setDeterministicCuDNN(false);
+  context.setAllowFP16ReductionCuBLAS(true);
+  context.setAllowBF16ReductionCuBLAS(true);
+  context.setSDPUseCuDNN(true);
+  context.setSDPUseFlash(false);
+  context.setSDPUseMemEfficient(false);
+  context.setSDPUseMath(false);
   SetTorchForGpus();
   EXPECT_FALSE(context.allowTF32CuBLAS());
   EXPECT_FALSE(context.allowTF32CuDNN());
   EXPECT_FALSE(context.benchmarkCuDNN());
   EXPECT_TRUE(context.deterministicCuDNN());
+  EXPECT_EQ(context.allowFP16ReductionCuBLAS(),
+            at::CuBLASReductionOption::DisallowReducedPrecisionAllowSplitK);
+  EXPECT_EQ(context.allowBF16ReductionCuBLAS(),
+            at::CuBLASReductionOption::DisallowReducedPrecisionAllowSplitK);
+  EXPECT_FALSE(context.userEnabledCuDNNSDP());
   EXPECT_TRUE(context.userEnabledFlashSDP());
   EXPECT_TRUE(context.userEnabledMemEfficientSDP());
+  EXPECT_TRUE(context.userEnabledMathSDP());
 }
 
 }  // namespace

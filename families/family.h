@@ -38,6 +38,7 @@ struct Component {
   std::shared_ptr<const WeightFiles> files;
   const KeyMap* key_map = nullptr;  // null: the file has canonical names. Lives as long as the program
   std::string prefix;               // taken off the file's names first
+  bool leaves_fp16 = false;         // activations go beyond its range: VAEs, T5
   // Where LoRAs find their layers; a component without one takes no patches.
   std::optional<PatchTarget> patch_target;
 };

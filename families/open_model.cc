@@ -33,6 +33,7 @@ absl::StatusOr<Component> DescribeVae(const std::string& config_folder,
                                       LatentStatistics statistics) {
   Component component;
   component.name = "vae";
+  component.leaves_fp16 = true;
   ASSIGN_OR_RETURN(AutoencoderKlConfig config, AutoencoderKlConfig::Load(config_folder + "/config.json"));
   if (statistics == LatentStatistics::kIgnored) {
     config.latents_mean.clear();

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "absl/strings/str_cat.h"
+
 namespace latentd {
 namespace {
 
@@ -175,6 +177,21 @@ bool IsSet(const RequestField& field, const RequestScalars& scalars) {
         }
       },
       field.member);
+}
+
+std::string WhyTooLarge(const RequestField& field, const RequestScalars& scalars) {
+  const size_t most = field.bounds.size;
+  if (most == 0) return "";
+  size_t bytes = 0;
+  if (const auto* list = std::get_if<std::vector<double> RequestScalars::*>(&field.member)) {
+    return (scalars.*(*list)).size() > most ? absl::StrCat("has more than ", most, " entries") : "";
+  }
+  if (const auto* text = std::get_if<std::string RequestScalars::*>(&field.member)) {
+    bytes = (scalars.*(*text)).size();
+  } else if (const auto* maybe = std::get_if<std::optional<std::string> RequestScalars::*>(&field.member)) {
+    bytes = (scalars.*(*maybe)) ? (scalars.*(*maybe))->size() : 0;
+  }
+  return bytes > most ? absl::StrCat("has ", bytes, " bytes, at most ", most, " are taken") : "";
 }
 
 absl::string_view MediaRoleName(MediaRole role) {

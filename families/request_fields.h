@@ -119,6 +119,8 @@ absl::Span<const RequestField> RequestFields();
 // By its name without "params."; null: there is none.
 const RequestField* FindRequestField(absl::string_view name);
 bool IsSet(const RequestField& field, const RequestScalars& scalars);
+// Why a text or list is larger than the field may be; empty for what is not.
+std::string WhyTooLarge(const RequestField& field, const RequestScalars& scalars);
 
 // What pictures and frames of a request are for.
 enum class MediaRole { kInit, kMask, kControl, kReference, kFirstFrame, kLastFrame };

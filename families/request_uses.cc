@@ -22,32 +22,22 @@ absl::Status CheckNumber(const FieldUse& use, double value) {
                     absl::StrCat("must be above ", bounds.min, " and at most ", bounds.max));
 }
 
-absl::Status CheckText(const FieldUse& use, const std::string& text) {
-  if (use.bounds.size == 0 || text.size() <= use.bounds.size) return absl::OkStatus();
-  return FieldError(use.field->path(),
-                    absl::StrCat("has ", text.size(), " bytes, at most ", use.bounds.size, " are taken"));
-}
-
 absl::Status CheckPair(const FieldUse& use, int64_t first, int64_t second) {
   if (absl::Status status = CheckNumber(use, static_cast<double>(first)); !status.ok()) return status;
   return CheckNumber(use, static_cast<double>(second));
 }
 
-absl::Status CheckList(const FieldUse& use, const std::vector<double>& list) {
-  if (use.bounds.size != 0 && list.size() > use.bounds.size) {
-    return FieldError(use.field->path(), absl::StrCat("has more than ", use.bounds.size, " entries"));
-  }
-  for (double value : list) RETURN_IF_ERROR(CheckNumber(use, value));
-  return absl::OkStatus();
-}
-
-absl::Status Check(const FieldUse& use, const std::string& value) { return CheckText(use, value); }
+// Of what sizes bound (WhyTooLarge), nothing is left to look at.
+absl::Status Check(const FieldUse&, const std::string&) { return absl::OkStatus(); }
 absl::Status Check(const FieldUse& use, int64_t value) {
   return CheckNumber(use, static_cast<double>(value));
 }
 absl::Status Check(const FieldUse& use, double value) { return CheckNumber(use, value); }
-absl::Status Check(const FieldUse& use, bool) { return absl::OkStatus(); }
-absl::Status Check(const FieldUse& use, const std::vector<double>& value) { return CheckList(use, value); }
+absl::Status Check(const FieldUse&, bool) { return absl::OkStatus(); }
+absl::Status Check(const FieldUse& use, const std::vector<double>& list) {
+  for (double value : list) RETURN_IF_ERROR(CheckNumber(use, value));
+  return absl::OkStatus();
+}
 absl::Status Check(const FieldUse& use, const PixelSize& size) {
   return CheckPair(use, size.width, size.height);
 }
@@ -150,6 +140,8 @@ absl::Status CheckUses(const GenerateParams& params, const RequestUses& uses, ab
   for (const FieldUse& use : uses.fields) {
     // A picture's sides are told of with their multiple (CheckSize).
     if (use.multiple > 1 || !IsSet(*use.field, params)) continue;
+    if (const std::string why = WhyTooLarge(*use.field, params); !why.empty())
+      return FieldError(use.field->path(), why);
     RETURN_IF_ERROR(CheckValue(use, params));
   }
   return absl::OkStatus();

@@ -30,10 +30,10 @@ struct ModelDefaults {
 
 struct FieldUse {
   const RequestField* field = nullptr;
-  FieldBounds bounds;                                       // the table's, or narrower
-  int64_t multiple = 1;                                     // of an integer
-  std::variant<std::monostate, double, std::string> usual;  // what stands for it where it is left out
-  std::vector<std::string> choices;                         // of a text; empty: any
+  FieldBounds bounds;                                            // the table's, or narrower
+  int64_t multiple = 1;                                          // of an integer
+  std::variant<std::monostate, double, std::string> usual = {};  // what stands for it where it is left out
+  std::vector<std::string> choices = {};                         // of a text; empty: any
 };
 
 struct MediaUse {

@@ -89,7 +89,7 @@ class WeightViews {
 
 struct SliceReport {
   bool phase_over = false;
-  std::optional<StepReport> step;  // of a step that this slice ended
+  std::optional<StepReport> step = {};  // of a step that this slice ended
 };
 
 // A phase that is under way. One thread at a time. Lives no longer than its run and state.

@@ -13,6 +13,8 @@
 #include "cache/device.h"
 #include "cache/model_cache.h"
 #include "cache/weights/mapped_file.h"
+#include "families/compute_type.h"
+#include "families/family.h"
 #include "patcher/layer_patcher.h"
 #include "server/catalog/catalog.h"
 #include "server/catalog/pin_board.h"
@@ -43,6 +45,11 @@ struct ServerCore {
   // jobs that come at once are spread.
   Executor& Place(const OpenModel& model);
   Executor& WouldPlace(const OpenModel& model) const;
+
+  // What the component computes in on the device, by the config.
+  ComputeType ComputeOf(const Device& device, const Component& component) const {
+    return ComputeTypeFor(config.compute, device, component.leaves_fp16);
+  }
 
   // The executor for a text encoder of a job that denoises on `home`: an idle one, best one whose device has
   // the encoder; else `home`.

@@ -126,6 +126,7 @@ absl::StatusOr<Component> OpenClip(const Checkpoint& checkpoint, const std::stri
 absl::StatusOr<Component> OpenT5(const Checkpoint& checkpoint, const std::string& base, FluxParts& parts) {
   Component component;
   component.name = "text_encoder_2";
+  component.leaves_fp16 = true;
   ASSIGN_OR_RETURN(const T5Config config, T5Config::Load(base + "/text_encoder_2/config.json"));
   if (checkpoint != nullptr) {
     for (const char* prefix : kT5Prefixes) {

@@ -78,8 +78,27 @@ std::vector<int64_t> SdPipeline::LatentShape(const GenerateParams& params) const
 
 // -------------------------------------------------------------------------------------------- validation
 
+namespace {
+
+// Beside those that every family knows.
+constexpr absl::string_view kFields[] = {"prompt_syntax",
+                                         "clip_skip",
+                                         "schedule",
+                                         "eta",
+                                         "guidance_rescale",
+                                         "guidance_list",
+                                         "denoising_start",
+                                         "denoising_end",
+                                         "mask_image.gradient",
+                                         "mask_image.paste_back",
+                                         "denoise_tiles"};
+
+}  // namespace
+
 RequestUses SdPipeline::MakeUses() const {
-  RequestUses uses = UsesOf(parts_.defaults, parts_.vae->config().scale(), OwnFields());
+  std::vector<absl::string_view> fields(std::begin(kFields), std::end(kFields));
+  fields.insert(fields.end(), OwnFields().begin(), OwnFields().end());
+  RequestUses uses = UsesOf(parts_.defaults, parts_.vae->config().scale(), fields);
   for (const SamplerInfo& sampler : AllSamplers()) {
     absl::StatusOr<SamplerSettings> settings = parts_.scheduler->For(sampler.name);
     if (!settings.ok()) continue;

@@ -92,8 +92,8 @@ class SdPipeline : public ImagePipeline {
 
  protected:
   RequestUses MakeUses() const override;
-  // Fields beside those that every family knows.
-  virtual absl::Span<const absl::string_view> OwnFields() const = 0;
+  // Fields beside those that all models of SD know.
+  virtual absl::Span<const absl::string_view> OwnFields() const { return {}; }
   virtual absl::Status ValidateOwn(GenerateParams& params) const = 0;
   // The hidden states that are read, `skip` layers before where they usually are.
   virtual ClipTap Tap(const SdEncoder& encoder, int64_t skip) const = 0;

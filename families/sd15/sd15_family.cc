@@ -18,21 +18,7 @@ constexpr float kFactors[4][3] = {{0.3512f, 0.2297f, 0.3227f},
                                   {-0.2120f, -0.2616f, -0.7177f}};
 constexpr double kScaling = 0.18215;
 
-constexpr absl::string_view kFields[] = {"prompt_syntax",
-                                         "clip_skip",
-                                         "schedule",
-                                         "eta",
-                                         "guidance_rescale",
-                                         "guidance_list",
-                                         "denoising_start",
-                                         "denoising_end",
-                                         "mask_image.gradient",
-                                         "mask_image.paste_back",
-                                         "denoise_tiles"};
-
 }  // namespace
-
-absl::Span<const absl::string_view> Sd15Pipeline::OwnFields() const { return kFields; }
 
 bool Sd15Family::Detect(const ModelFiles& files) const { return DetectSdKind(files) == SdKind::kSd15; }
 

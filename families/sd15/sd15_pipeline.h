@@ -16,7 +16,6 @@ class Sd15Pipeline : public SdPipeline {
   }
 
  protected:
-  absl::Span<const absl::string_view> OwnFields() const override;
   absl::Status ValidateOwn(GenerateParams&) const override { return absl::OkStatus(); }
   // The final norm is applied to whichever layer is read.
   ClipTap Tap(const SdEncoder&, int64_t skip) const override {

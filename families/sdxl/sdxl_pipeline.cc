@@ -8,24 +8,9 @@
 namespace latentd {
 namespace {
 
-constexpr absl::string_view kFields[] = {"prompt_2",
-                                         "negative_prompt_2",
-                                         "prompt_syntax",
-                                         "clip_skip",
-                                         "schedule",
-                                         "eta",
-                                         "guidance_rescale",
-                                         "guidance_list",
-                                         "denoising_start",
-                                         "denoising_end",
-                                         "mask_image.gradient",
-                                         "mask_image.paste_back",
-                                         "original_size",
-                                         "target_size",
-                                         "crop",
-                                         "aesthetic_score",
-                                         "negative_aesthetic_score",
-                                         "denoise_tiles"};
+constexpr absl::string_view kFields[] = {
+    "prompt_2", "negative_prompt_2", "original_size",           "target_size",
+    "crop",     "aesthetic_score",   "negative_aesthetic_score"};
 
 constexpr double kScore = 6, kNegativeScore = 2.5;
 constexpr int64_t kNumbersWithScore = 5;

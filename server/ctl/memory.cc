@@ -236,6 +236,19 @@ std::string AdaptedText(const v1::JobEvent::Adapted& adapted) {
                       Printable(adapted.device()), ": ", what, " (", Printable(adapted.reason()), ")");
 }
 
+namespace {
+
+// What is unusual about a phase.
+std::string NotesOf(const v1::PhaseReport& phase) {
+  std::vector<std::string> notes;
+  if (phase.tiled()) notes.push_back("in tiles");
+  if (!phase.compute().empty() && phase.compute() != "fp32")
+    notes.push_back("in " + Printable(phase.compute()));
+  return absl::StrJoin(notes, ", ");
+}
+
+}  // namespace
+
 std::string PhasesText(const v1::JobEvent::Done& done) {
   if (done.phases_size() == 0) return "";
   Rows rows = {{"PHASE", "DEVICE", "WORKING", "PEAK", "RESIDENT", "SHARE", "STREAMED", ""}};
@@ -248,7 +261,7 @@ std::string PhasesText(const v1::JobEvent::Done& done) {
     rows.push_back({Printable(phase.component()), Printable(phase.device()),
                     HumanBytes(phase.working_bytes()),
                     phase.working_peak_bytes() > 0 ? HumanBytes(phase.working_peak_bytes()) : "", weights[0],
-                    weights[1], weights[2], phase.tiled() ? "in tiles" : ""});
+                    weights[1], weights[2], NotesOf(phase)});
   }
   return TableText(rows);
 }

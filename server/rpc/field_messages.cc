@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "cache/base/error.h"
+#include "google/protobuf/reflection.h"
 
 namespace latentd {
 namespace {
@@ -114,8 +115,8 @@ absl::Status ReadField(const RequestField& field, const Place& place, RequestSca
         if constexpr (std::is_same_v<Member, std::monostate>) {
           return absl::OkStatus();
         } else if constexpr (std::is_same_v<Member, std::vector<double> RequestScalars::*>) {
-          const auto& list =
-              place.message->GetReflection()->GetRepeatedField<double>(*place.message, place.field);
+          const auto list =
+              place.message->GetReflection()->GetRepeatedFieldRef<double>(*place.message, place.field);
           (scalars.*member).assign(list.begin(), list.end());
         } else if constexpr (std::is_same_v<Member, std::string RequestScalars::*>) {
           Get(place, scalars.*member);
@@ -149,22 +150,6 @@ void WriteField(const RequestField& field, const Place& place, const RequestScal
         }
       },
       field.member);
-}
-
-absl::Status CheckSize(const RequestField& field, const RequestScalars& scalars) {
-  size_t size = 0;
-  if (const auto* text = std::get_if<std::string RequestScalars::*>(&field.member)) {
-    size = (scalars.*(*text)).size();
-  } else if (const auto* maybe = std::get_if<std::optional<std::string> RequestScalars::*>(&field.member)) {
-    size = (scalars.*(*maybe)).value_or("").size();
-  } else if (const auto* list = std::get_if<std::vector<double> RequestScalars::*>(&field.member)) {
-    size = (scalars.*(*list)).size();
-    if (size <= field.bounds.size || field.bounds.size == 0) return absl::OkStatus();
-    return FieldError(field.path(), absl::StrCat("has more than ", field.bounds.size, " entries"));
-  }
-  if (size <= field.bounds.size || field.bounds.size == 0) return absl::OkStatus();
-  return FieldError(field.path(),
-                    absl::StrCat("has ", size, " bytes, at most ", field.bounds.size, " are taken"));
 }
 
 // ------------------------------------------------------------------------------------------------ pictures
@@ -216,7 +201,8 @@ absl::Status ReadScalars(const v1::GenerateParams& message, RequestScalars& scal
     const Place place = Find(root, field.name);
     if (place.message == nullptr) continue;
     RETURN_IF_ERROR(ReadField(field, place, scalars));
-    RETURN_IF_ERROR(CheckSize(field, scalars));
+    if (const std::string why = WhyTooLarge(field, scalars); !why.empty())
+      return FieldError(field.path(), why);
   }
   return absl::OkStatus();
 }

@@ -1,13 +1,17 @@
 #include "server/runtime/conditioning_key.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "cache/base/sha256.h"
 
 namespace latentd {
 
 ModelKey ConditioningKey(const OpenModel& model, const Run& run, size_t phase,
-                         const std::vector<ConditioningSource>& sources, PatchMode mode, const Device& device,
+                         std::vector<ConditioningSource> sources, PatchMode mode, const Device& device,
                          ComputeType compute) {
+  std::stable_sort(sources.begin(), sources.end(),
+                   [](const auto& a, const auto& b) { return a.name < b.name; });
   std::string all = run.OutputKey(phase);
   for (const ConditioningSource& source : sources) {
     absl::StrAppend(&all, "\n", source.lora.ToString(), "*", source.strength, "/", static_cast<int>(mode));

@@ -15,6 +15,7 @@ namespace latentd {
 
 // A LoRA that changes the encoder.
 struct ConditioningSource {
+  std::string name;
   ModelKey lora;
   std::string strength;  // StrengthText
 };
@@ -23,7 +24,7 @@ struct ConditioningSource {
 // computes in, and the LoRAs on the encoder, in order of name. As a hash: names of records are shown, prompts
 // are not.
 ModelKey ConditioningKey(const OpenModel& model, const Run& run, size_t phase,
-                         const std::vector<ConditioningSource>& sources, PatchMode mode, const Device& device,
+                         std::vector<ConditioningSource> sources, PatchMode mode, const Device& device,
                          ComputeType compute);
 
 }  // namespace latentd

@@ -150,7 +150,7 @@ absl::Status Job::Prepare() {
     const Device& device = home_.load()->device();
     const std::string denoiser = pipeline.denoiser_component();
     record_->set_compute(
-        absl::StrCat(ComputeTypeName(ComputeTypeFor(core_->config.compute, device, denoiser)), " on ",
+        absl::StrCat(ComputeTypeName(core_->ComputeOf(device, setup_.model->component(denoiser))), " on ",
                      device.kind() == DeviceKind::kCuda ? "cuda" : "cpu"));
   }
   return AcquirePhase();
@@ -187,17 +187,14 @@ void Job::ReleaseEmbeddings() {
 
 ModelKey Job::CurrentConditioningKey() const {
   const std::string& component = phase_now().components[0];
-  std::vector<std::pair<std::string, ConditioningSource>> named;
+  std::vector<ConditioningSource> sources;
   for (const HeldLora& lora : *setup_.loras) {
     if (!lora.ActiveAt(0) || lora.report.matched.count(component) == 0) continue;
-    named.push_back({lora.name, {lora.handle.key(), StrengthText(lora.weight, lora.blocks, component)}});
+    sources.push_back({lora.name, lora.handle.key(), StrengthText(lora.weight, lora.blocks, component)});
   }
-  std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  std::vector<ConditioningSource> sources;
-  for (auto& [name, source] : named) sources.push_back(std::move(source));
   const Device& device = core_->PlaceEncoder(*setup_.model, component, *home_.load()).device();
-  return ConditioningKey(*setup_.model, *run_, current_, sources, setup_.patch_mode, device,
-                         ComputeTypeFor(core_->config.compute, device, component));
+  return ConditioningKey(*setup_.model, *run_, current_, std::move(sources), setup_.patch_mode, device,
+                         core_->ComputeOf(device, setup_.model->component(component)));
 }
 
 bool Job::TakeCachedConditioning() {
@@ -210,6 +207,9 @@ bool Job::TakeCachedConditioning() {
   v1::PhaseReport report;
   report.set_component(component);
   report.set_cached(true);
+  const Device& device = core_->PlaceEncoder(*setup_.model, component, *home_.load()).device();
+  report.set_compute(
+      std::string(ComputeTypeName(core_->ComputeOf(device, setup_.model->component(component)))));
   phase_reports_.push_back(std::move(report));
   return true;
 }

@@ -65,7 +65,7 @@ std::string MeasurementKey(const OpenModel& model, const Component& component, c
 PhaseResources::PhaseResources(Setup setup)
     : setup_(std::move(setup)),
       component_(setup_.model->component(setup_.component)),
-      compute_(ComputeTypeFor(setup_.core->config.compute, *setup_.device, setup_.component)) {
+      compute_(setup_.core->ComputeOf(*setup_.device, component_)) {
   way_.tile = setup_.tiles.first;
   had_ = way_;
 }

@@ -406,18 +406,14 @@ class Planner {
   bool EncodeText(size_t index, Executor& home) {
     const std::string& component = run_->phases()[index].components[0];
     Executor& executor = core_.PlaceEncoder(model_, component, home);
-    std::vector<std::pair<std::string, ConditioningSource>> named;
-    for (const LoraChoice& lora : loras_) {
-      if (lora.ActiveAt(0) && Reaches(lora, component)) {
-        named.push_back({lora.name, {lora.request.key, StrengthText(lora.weight, lora.blocks, component)}});
-      }
-    }
-    std::sort(named.begin(), named.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     std::vector<ConditioningSource> sources;
-    for (auto& [name, source] : named) sources.push_back(std::move(source));
+    for (const LoraChoice& lora : loras_) {
+      if (!lora.ActiveAt(0) || !Reaches(lora, component)) continue;
+      sources.push_back({lora.name, lora.request.key, StrengthText(lora.weight, lora.blocks, component)});
+    }
     const std::string key =
-        ConditioningKey(model_, *run_, index, sources, mode_, executor.device(),
-                        ComputeTypeFor(core_.config.compute, executor.device(), component))
+        ConditioningKey(model_, *run_, index, std::move(sources), mode_, executor.device(),
+                        core_.ComputeOf(executor.device(), model_.component(component)))
             .ToString();
     if (ram_.Has(key)) {
       ram_.Lock(key, "conditioning", 0);
@@ -481,8 +477,7 @@ class Planner {
     phase.set_component(name);
     phase.set_device(device.name());
     const auto measured = core_.measurements->Find(
-        MeasurementKey(model_, component, *run_, index, options, device,
-                       ComputeTypeFor(core_.config.compute, device, component.name)));
+        MeasurementKey(model_, component, *run_, index, options, device, core_.ComputeOf(device, component)));
     const WorkingPromise promise = PromiseFor(index, component, options, device);
     int64_t working = promise.bytes;
     phase.set_tiled(options.tile != 0);
@@ -539,8 +534,7 @@ class Planner {
   WorkingPromise PromiseFor(size_t index, const Component& component, const PhaseOptions& options,
                             const Device& device) const {
     return core_.measurements->Promise(
-        MeasurementKey(model_, component, *run_, index, options, device,
-                       ComputeTypeFor(core_.config.compute, device, component.name)),
+        MeasurementKey(model_, component, *run_, index, options, device, core_.ComputeOf(device, component)),
         run_->WorkingBytes(index, component.name, options));
   }
 

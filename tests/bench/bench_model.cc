@@ -7,13 +7,6 @@
 #include "patcher/model_patch.h"
 
 namespace latentd::bench {
-namespace {
-
-void CheckOk(const absl::Status& status) {
-  if (!status.ok()) OrDie<int>(status);
-}
-
-}  // namespace
 
 LoadContext PlainLoad() {
   return LoadContext([] { return false; }, [](int64_t, int64_t) {});

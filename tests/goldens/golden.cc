@@ -117,7 +117,11 @@ Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double wei
 RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays,
                    std::vector<std::shared_ptr<const TextEmbedding>> embeddings, at::ScalarType compute) {
   std::map<std::string, std::shared_ptr<const WeightSet>> weights;
-  for (const Component& component : pipeline.components()) weights[component.name] = Load(component);
+  std::set<std::string> leaves_fp16;
+  for (const Component& component : pipeline.components()) {
+    weights[component.name] = Load(component);
+    if (component.leaves_fp16) leaves_fp16.insert(component.name);
+  }
   const auto overlay = [&](const std::string& name) {
     const auto it = overlays.find(name);
     return it == overlays.end() ? nullptr : it->second.get();
@@ -134,7 +138,9 @@ RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overla
       std::deque<WeightView> held;
       WeightViews views;
       for (const std::string& name : work->reads()) {
-        views.Add(name, held.emplace_back(*weights.at(name), overlay(name), compute));
+        const at::ScalarType type =
+            compute == at::kHalf && leaves_fp16.count(name) != 0 ? at::kFloat : compute;
+        views.Add(name, held.emplace_back(*weights.at(name), overlay(name), type));
       }
       const SliceReport report = OrDie(work->Slice(views, {}), "Slice");
       if (report.step) result.latents.push_back(work->latents());

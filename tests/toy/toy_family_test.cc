@@ -142,7 +142,9 @@ TEST_P(ToyFamily, EndsInEverySliceThatItIsCancelledIn) {
     int64_t slices = 0;
     on_slice_ = [&](int64_t slice, const std::string&) {
       slices = slice + 1;
-      if (slice == last) EXPECT_TRUE(session.Cancel().ok());
+      if (slice == last) {
+        EXPECT_TRUE(session.Cancel().ok());
+      }
     };
     EXPECT_TRUE(absl::IsCancelled(session.Denoise(Job()).status)) << last;
     EXPECT_EQ(slices, last + 1) << "none after it";
