@@ -11,15 +11,15 @@
 #include "ATen/ATen.h"
 #include "families/encoders/clip_text_model.h"
 #include "families/encoders/t5_encoder.h"
-#include "families/flux/flux_pipeline.h"
+#include "families/flux/flux_denoiser.h"
 #include "families/flux/flux_transformer.h"
 #include "families/prompt/embedding_triggers.h"
 #include "families/sampling/guidance.h"
 #include "families/sampling/sampler.h"
 #include "families/sd/sd_denoiser.h"
 #include "families/sd/unet.h"
-#include "families/sd15/sd15_pipeline.h"
 #include "families/vae/autoencoder_kl.h"
+#include "families/vae/picture_codec.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "torch/library.h"
@@ -295,65 +295,80 @@ std::string CopyOutError(const std::function<void()>& phase) {
 }
 constexpr char kCopyOut[] = "Cannot copy out of meta tensor";
 
-FluxPipeline MakePipeline(const FluxConfig& config, const AutoencoderKlConfig& vae) {
-  FluxParts parts;
-  parts.transformer = std::make_shared<const FluxTransformer>(config);
-  parts.vae = std::make_shared<const AutoencoderKl>(vae);
-  return FluxPipeline(std::move(parts));
-}
-
 TEST_P(DeviceTest, DenoiserTakesItsInputsFromHostMemoryAndGivesLatentsBack) {
   const FluxConfig config = SmallFlux();
-  const FluxPipeline pipeline = MakePipeline(config, SmallVae());
-  const WeightSet weights = OnMeta(pipeline.parts().transformer->layout());
+  const auto transformer = std::make_shared<const FluxTransformer>(config);
+  const WeightSet weights = OnMeta(transformer->layout());
   const WeightView view(weights, nullptr);
-  GenerateParams params;
-  params.width = 64;
-  params.height = 80;
-  params.steps = 3;
-  params.true_cfg_scale = 2;
-  params.seeds = {1, 2};
-  ASSERT_TRUE(pipeline.Validate(params).ok());
-  const at::Tensor t5 = Host({1, 5, config.text_dim}), pooled = Host({1, config.pooled_dim});
-  for (const at::Tensor& init : {at::Tensor(), Host({1, 16, 10, 8})}) {
-    auto denoiser = pipeline.Begin(
-        params, {{"t5", t5}, {"pooled", pooled}, {"neg.t5", t5}, {"neg.pooled", pooled}}, init);
-    ASSERT_TRUE(denoiser.ok()) << denoiser.status();
-    EXPECT_TRUE((*denoiser)->latents().is_cpu());
-    const DeviceWatch watch;
-    int64_t copies = -1;
-    while (!(*denoiser)->done()) {
-      ASSERT_TRUE((*denoiser)->Step(view).ok());
-      if (copies < 0) copies = watch.copies();
-    }
-    EXPECT_GT(copies, 0);
-    EXPECT_EQ(watch.copies(), copies) << "only the first step copies to the device";
-    EXPECT_THAT(CopyOutError([&] { (*denoiser)->latents(); }), HasSubstr(kCopyOut));
-    EXPECT_THAT(CopyOutError([&] { (*denoiser)->prediction(); }), HasSubstr(kCopyOut));
-    EXPECT_THAT(watch.mixed(), IsEmpty());
+  const FluxPrompt prompt{.t5 = Host({1, 5, config.text_dim}), .pooled = Host({1, config.pooled_dim})};
+  const at::Tensor latents = PackLatents(Host({1, 16, 10, 8}));
+  const auto denoiser = MakeFluxDenoiser({.transformer = transformer,
+                                          .sigmas = {1, 0.6F, 0.3F, 0},
+                                          .pictures = {latents, latents},
+                                          .controls = {},
+                                          .prompts = {prompt, prompt},
+                                          .guidance = 3.5,
+                                          .true_cfg_scale = 2,
+                                          .latent_height = 10,
+                                          .latent_width = 8});
+  EXPECT_TRUE(denoiser->latents().is_cpu());
+  const DeviceWatch watch;
+  int64_t copies = -1;
+  while (!denoiser->done()) {
+    ASSERT_TRUE(denoiser->Step(view).ok());
+    if (copies < 0) copies = watch.copies();
   }
+  EXPECT_GT(copies, 0);
+  EXPECT_EQ(watch.copies(), copies) << "only the first step copies to the device";
+  EXPECT_THAT(CopyOutError([&] { denoiser->latents(); }), HasSubstr(kCopyOut));
+  EXPECT_THAT(CopyOutError([&] { denoiser->prediction(); }), HasSubstr(kCopyOut));
+  EXPECT_THAT(watch.mixed(), IsEmpty());
 }
 
 TEST_P(DeviceTest, PicturesAndTheirLatentsComeFromAndGoToHostMemory) {
-  const FluxPipeline pipeline = MakePipeline(SmallFlux(), SmallVae());
-  const WeightSet weights = OnMeta(pipeline.parts().vae->layout());
+  const AutoencoderKl vae(SmallVae());
+  const WeightSet weights = OnMeta(vae.layout());
   const WeightView view(weights, nullptr);
-  GenerateParams params;
-  params.width = 64;
-  params.height = 80;
-  params.seeds = {1, 2};
-  params.SetPicture(MediaRole::kInit, at::zeros({50, 70, 3}, at::kByte));
-  ASSERT_TRUE(pipeline.Validate(params).ok());
-  for (const PhaseOptions& options : {PhaseOptions{}, PhaseOptions{.tile = 32}}) {
+  const at::Tensor pixels = at::zeros({80, 64, 3}, at::kByte), kept = at::ones({1, 1, 80, 64}, at::kBool);
+  for (const int64_t tile : {0, 32}) {
+    for (const VaePicture& picture : {VaePicture{pixels}, VaePicture{pixels, kept}}) {
+      const DeviceWatch watch;
+      PictureEncoder encoder(vae, {picture});
+      EXPECT_THAT(CopyOutError([&] {
+                    while (!encoder.Slice(view, tile)) {
+                    }
+                  }),
+                  HasSubstr(kCopyOut));
+      EXPECT_THAT(watch.mixed(), IsEmpty());
+    }
     const DeviceWatch watch;
-    EXPECT_THAT(CopyOutError([&] { (void)pipeline.EncodeImage(view, params, options); }),
-                HasSubstr(kCopyOut));
+    PictureDecoder decoder(vae, Host({1, 16, 10, 8}));
     EXPECT_THAT(CopyOutError([&] {
-                  (void)pipeline.Decode(view, Host({1, 16, 10, 8}), options);
+                  while (!decoder.over()) (void)decoder.Slice(view, tile);
                 }),
                 HasSubstr(kCopyOut));
     EXPECT_THAT(watch.mixed(), IsEmpty());
   }
+}
+
+TEST_P(DeviceTest, NoSliceOfAFullSizeAutoencoderIsLongerThanAStep) {
+  AutoencoderKlConfig config;
+  config.channels = {128, 256, 512, 512};
+  config.layers_per_block = 2;
+  const AutoencoderKl vae(config);
+  const WeightSet weights = OnMeta(vae.layout());
+  const WeightView view(weights, nullptr);
+  const at::Tensor latents = Meta({1, 4, 128, 128});
+  int64_t whole = 1, tiled = 1;
+  for (auto pass = vae.BeginDecode(latents); !pass.Slice(view);) ++whole;
+  for (auto pass = vae.BeginDecode(latents, 512); !pass.Slice(view);) ++tiled;
+  // 10 TFLOP of a picture of 1024 × 1024, of which the largest layer has an eighth: nearly every stage is a
+  // slice of its own.
+  EXPECT_GE(whole, 20);
+  EXPECT_GE(tiled, 9 * 15);
+  int64_t small = 1;
+  for (auto pass = vae.BeginDecode(Meta({1, 4, 8, 8})); !pass.Slice(view);) ++small;
+  EXPECT_EQ(small, 1) << "slices are not cut for nothing";
 }
 
 TEST_P(DeviceTest, SdDenoisersTakeTheirInputsFromHostMemoryAndGiveLatentsBack) {
@@ -361,13 +376,13 @@ TEST_P(DeviceTest, SdDenoisersTakeTheirInputsFromHostMemoryAndGiveLatentsBack) {
   const WeightSet weights = OnMeta(unet->layout());
   const WeightView view(weights, nullptr);
   const SdPromptRow row{.hidden = {Host({1, 5, 24})}, .pooled = {}, .time_ids = {}};
-  SdRun run{.predictor = SdPredictor(unet, 0.5),
-            .prompts = {{.rows = {row, row}, .weights = {1}}},
-            .prompts_of_step = {0},
-            .pictures = {},
-            .mask = {.mask = Host({1, 1, 10, 8}), .gradient = true},
-            .tiles = LayTiles(10, 8, 6, 6, 2),
-            .guidance = {5, 1}};
+  SdDenoising run{.predictor = SdPredictor(unet, 0.5),
+                  .prompts = {{.rows = {row, row}, .weights = {1}}},
+                  .prompts_of_step = {0},
+                  .pictures = {},
+                  .mask = {.mask = Host({1, 1, 10, 8}), .gradient = true},
+                  .tiles = LayTiles(10, 8, 6, 6, 2),
+                  .guidance = {5, 1}};
   const auto schedule = NoiseSchedule::Create({});
   for (int i = 0; i < 2; ++i) {
     SdPicture picture;
@@ -393,29 +408,6 @@ TEST_P(DeviceTest, SdDenoisersTakeTheirInputsFromHostMemoryAndGiveLatentsBack) {
   EXPECT_EQ(watch.copies(), copies) << "only the first step copies to the device";
   EXPECT_THAT(CopyOutError([&] { denoiser->latents(); }), HasSubstr(kCopyOut));
   EXPECT_THAT(CopyOutError([&] { denoiser->prediction(); }), HasSubstr(kCopyOut));
-  EXPECT_THAT(watch.mixed(), IsEmpty());
-}
-
-TEST_P(DeviceTest, MasksAndWhatTheyLeaveComeFromHostMemory) {
-  SdParts parts;
-  parts.defaults = {.width = 64, .height = 80, .strength = 0.5};
-  UNetConfig config = SmallUNet(0);
-  config.in_channels = 9;
-  parts.unet = std::make_shared<const UNet2DCondition>(config);
-  AutoencoderKlConfig vae = SmallVae();
-  vae.latent_channels = 4;
-  parts.vae = std::make_shared<const AutoencoderKl>(vae);
-  parts.scheduler = SchedulerConfig::Of(NoiseSchedule::Create({}));
-  const WeightSet weights = OnMeta(parts.vae->layout());
-  const WeightView view(weights, nullptr);
-  const Sd15Pipeline pipeline(std::move(parts));
-  GenerateParams params;
-  params.seeds = {1, 2};
-  params.SetPicture(MediaRole::kInit, at::zeros({50, 70, 3}, at::kByte));
-  params.SetPicture(MediaRole::kMask, at::zeros({50, 70, 3}, at::kByte));
-  ASSERT_TRUE(pipeline.Validate(params).ok());
-  const DeviceWatch watch;
-  EXPECT_THAT(CopyOutError([&] { (void)pipeline.EncodeImage(view, params, {}); }), HasSubstr(kCopyOut));
   EXPECT_THAT(watch.mixed(), IsEmpty());
 }
 
@@ -447,8 +439,8 @@ TEST(SamplerDeviceTest, StepsStayOnTheirDevice) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, DeviceTest, testing::Values(at::kFloat, at::kBFloat16),
-                         [](const auto& info) { return info.param == at::kFloat ? "Fp32" : "Bf16"; });
+INSTANTIATE_TEST_SUITE_P(All, DeviceTest, testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
+                         [](const auto& info) { return std::string(toString(info.param)); });
 
 }  // namespace
 }  // namespace latentd

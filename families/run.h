@@ -54,7 +54,7 @@ struct RunPhase {
   // other. PhaseWork::reads says which of them the next slice reads.
   std::vector<std::string> components;
   size_t first_reads = 1;  // of components, from the front: what the first slice reads
-  int64_t slices = 1;      // about how many, for a time
+  int64_t units = 1;       // what its time is counted in: steps of pictures, pictures decoded, …
   bool may_tile = false;   // by PhaseOptions::tile
 };
 
@@ -105,6 +105,9 @@ class PhaseWork {
   // want of memory can be done again. Errors: FAILED_PRECONDITION NON_FINITE; those of WeightView; LibTorch
   // throws.
   virtual absl::StatusOr<SliceReport> Slice(const WeightViews& views, const PhaseOptions& options) = 0;
+
+  // Lets go of what is half done on the device, for memory: the next slice begins it anew.
+  virtual void LetGo() {}
 
   // Of a phase that denoises: how many steps it runs; what there is so far, [N, C, h, w]; and small pictures
   // of that, uint8 [h, w, 3] each, undefined where the model has no preview.

@@ -160,13 +160,19 @@ TEST_P(VaeMemory, OfDecodingAndEncodingIsEstimatedClosely) {
         const int64_t copies = (width + 2 * 3) * part * part * int64_t{sizeof(float)};
         Compare(
             "decode " + what, vae.DecodeBytes(side, side, tile, {}), close,
-            [&] { EXPECT_TRUE(DecodePicture(vae, view, latents, tile).ok()); }, copies);
+            [&] {
+              PictureDecoder decoder(vae, latents);
+              while (!decoder.over()) ASSERT_TRUE(decoder.Slice(view, tile).ok());
+            },
+            copies);
       }
       if (side > 768) continue;
       const WeightView view(weights, nullptr);
       const at::Tensor image = at::zeros({side, side, 3}, at::kByte);
       Compare("encode " + what, vae.EncodeBytes(side, side, tile, {}), close, [&] {
-        EncodePicture(vae, view, PictureToInput(view, ResizePicture(image, side, side)), tile);
+        PictureEncoder encoder(vae, {{ResizePicture(image, side, side)}});
+        while (!encoder.Slice(view, tile)) {
+        }
       });
     }
   }

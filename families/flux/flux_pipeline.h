@@ -1,7 +1,7 @@
-// FLUX.1 text-to-image, image-to-image, and drawing after a control image: what happens between a prompt and
-// a picture.
+// FLUX.1 text-to-image, image-to-image, and drawing after a control image: what a model is made of, and what
+// it takes of a request. What happens then is a FluxRun's.
 //
-// Immutable; any thread. Denoisers share the network with the pipeline that made them and may outlive it.
+// Immutable; any thread.
 #ifndef LATENTD_FAMILIES_FLUX_FLUX_PIPELINE_H_
 #define LATENTD_FAMILIES_FLUX_FLUX_PIPELINE_H_
 
@@ -14,8 +14,8 @@
 #include "absl/status/statusor.h"
 #include "families/encoders/clip_text_model.h"
 #include "families/encoders/t5_encoder.h"
+#include "families/family.h"
 #include "families/flux/flux_transformer.h"
-#include "families/image_pipeline.h"
 #include "families/sampling/flow_match.h"
 #include "families/tokenizers/clip_tokenizer.h"
 #include "families/tokenizers/t5_tokenizer.h"
@@ -39,7 +39,7 @@ struct FluxParts {
   LatentPreview preview;
 };
 
-class FluxPipeline : public ImagePipeline {
+class FluxPipeline : public Pipeline {
  public:
   explicit FluxPipeline(FluxParts parts) : parts_(std::move(parts)) {}
 
@@ -48,30 +48,14 @@ class FluxPipeline : public ImagePipeline {
   const std::vector<Component>& components() const override { return parts_.components; }
   const ModelDefaults& defaults() const override { return parts_.defaults; }
 
-  absl::Status Validate(GenerateParams& params) const override;
+  absl::StatusOr<std::shared_ptr<const Run>> Prepare(GenerateParams params) const override;
 
-  std::vector<std::string> EncoderComponents(const GenerateParams& params) const override;
-  absl::Status Encode(const std::string& component, const WeightView& weights, const GenerateParams& params,
-                      const std::vector<std::shared_ptr<const TextEmbedding>>& embeddings,
-                      Conditioning& conditioning) const override;
-  std::string EncodeKey(const std::string& component, const GenerateParams& params) const override;
-  int64_t ConditioningBytes(const std::string& component, const GenerateParams& params) const override;
-
-  absl::StatusOr<at::Tensor> EncodeImage(const WeightView& weights, const GenerateParams& params,
-                                         const PhaseOptions& options) const override;
+  // Checks every field and fills in defaults. Errors: INVALID_ARGUMENT INVALID_FIELD naming the field.
+  absl::Status Validate(GenerateParams& params) const;
 
   std::string denoiser_component() const override { return "transformer"; }
-  absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params, Conditioning conditioning,
-                                                  at::Tensor image_latents) const override;
-
-  absl::StatusOr<at::Tensor> Decode(const WeightView& weights, const at::Tensor& latents,
-                                    const PhaseOptions& options) const override;
-  absl::StatusOr<std::vector<TokenCount>> CountTokens(const GenerateParams& params) const override;
-  int64_t SmallerTile(const GenerateParams& params, int64_t tile) const override;
-  at::Tensor Preview(const at::Tensor& latents) const override;
-  int64_t WorkingBytes(const std::string& component, const GenerateParams& params,
-                       const PhaseOptions& options, bool encodes_picture = false) const override;
-  std::string ShapeKey(const std::string& component, const GenerateParams& params) const override;
+  // Of one picture, [1, C, h, w].
+  std::vector<int64_t> LatentShape(const GenerateParams& params) const;
 
   const FluxParts& parts() const { return parts_; }
 
@@ -83,7 +67,6 @@ class FluxPipeline : public ImagePipeline {
   int64_t PixelsPerToken() const { return 2 * parts_.vae->config().scale(); }
   // A control image where one is needed, and only there.
   absl::Status CheckControl(const GenerateParams& params) const;
-  std::vector<int64_t> LatentShape(const GenerateParams& params) const;  // of one picture, [1, C, h, w]
 
   FluxParts parts_;
 };

@@ -134,23 +134,5 @@ TEST(FluxPipelineTest, PackingIsUndoneByUnpacking) {
   EXPECT_EQ(tokens[0][0][4].item<float>(), latents[0][1][0][0].item<float>());
 }
 
-TEST(FluxPipelineTest, WorkingBytesGrowWithWhatIsAsked) {
-  const FluxPipeline pipeline = MakePipeline();
-  GenerateParams small, large;
-  large.width = large.height = 2048;
-  small.max_sequence_length = 64;
-  ASSERT_TRUE(pipeline.Validate(small).ok());
-  ASSERT_TRUE(pipeline.Validate(large).ok());
-  for (const char* component : {"transformer", "vae", "text_encoder_2"}) {
-    EXPECT_GT(pipeline.WorkingBytes(component, large, {}), pipeline.WorkingBytes(component, small, {}))
-        << component;
-  }
-  EXPECT_GT(pipeline.WorkingBytes("text_encoder", small, {}), 0);
-}
-
-TEST(FluxPipelineTest, WithoutFactorsThereIsNoPreview) {
-  EXPECT_FALSE(MakePipeline().Preview(at::zeros({1, 16, 8, 8})).defined());
-}
-
 }  // namespace
 }  // namespace latentd

@@ -10,7 +10,7 @@ namespace {
 
 class SdDenoiser : public Denoiser {
  public:
-  explicit SdDenoiser(SdRun run) : run_(std::move(run)) {
+  explicit SdDenoiser(SdDenoising run) : run_(std::move(run)) {
     for (const SdPicture& picture : run_.pictures) {
       State state{picture.x, picture.source, {}};
       for (size_t tile = 0; tile < run_.tiles.size(); ++tile) {
@@ -138,7 +138,7 @@ class SdDenoiser : public Denoiser {
     return (1 - places) * sampler.AddNoise(original, noise) + places * x;
   }
 
-  SdRun run_;
+  SdDenoising run_;
   size_t prompts_ = 0;  // which of them the predictor has
   std::vector<State> states_;
   std::vector<State> stepped_;  // after the step that is under way, of those that had their turn
@@ -151,6 +151,8 @@ at::Tensor RepaintedPlaces(const SdMask& mask, double next_timestep) {
   return mask.mask.gt(next_timestep / static_cast<double>(mask.train_steps)).to(mask.mask.scalar_type());
 }
 
-std::unique_ptr<Denoiser> MakeSdDenoiser(SdRun run) { return std::make_unique<SdDenoiser>(std::move(run)); }
+std::unique_ptr<Denoiser> MakeSdDenoiser(SdDenoising run) {
+  return std::make_unique<SdDenoiser>(std::move(run));
+}
 
 }  // namespace latentd

@@ -35,7 +35,7 @@ struct SdMask {
   int64_t train_steps = 1000;  // of the model
 };
 
-struct SdRun {
+struct SdDenoising {
   SdPredictor predictor;
   std::vector<SdPrompts> prompts;
   std::vector<size_t> prompts_of_step;  // index of `prompts`; the last one stands for those that follow
@@ -46,7 +46,7 @@ struct SdRun {
   std::vector<SdTile> tiles;
   std::vector<double> guidance;  // of each step; the last one stands for those that follow. Not empty
 };
-std::unique_ptr<Denoiser> MakeSdDenoiser(SdRun run);
+std::unique_ptr<Denoiser> MakeSdDenoiser(SdDenoising run);
 
 // The places that come from the model after an evaluation; `next_timestep` is that of the next one, 0 after
 // the last. [1, 1, h, w], 0 to 1.

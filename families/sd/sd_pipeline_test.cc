@@ -42,7 +42,7 @@ UNetConfig Small(int64_t in_channels = 4) {
 
 at::Tensor Grey(int64_t side = 16) { return at::full({side, side, 3}, 128, at::kByte); }
 
-void ExpectRefused(const ImagePipeline& pipeline, const Bad& bad) {
+void ExpectRefused(const SdPipeline& pipeline, const Bad& bad) {
   for (const auto& [field, change] : bad) {
     GenerateParams params;
     change(params);

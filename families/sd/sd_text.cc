@@ -25,17 +25,6 @@ LongPrompts ModeOf(const SdText& text) {
   return LongPrompts::kTruncate;
 }
 
-// The window that the pooled embedding is of: all of the text as compel has it, the first window as A1111 has
-// it.
-absl::StatusOr<std::vector<int64_t>> PooledIds(const ClipTokenizer& tokenizer, const SdText& text,
-                                               const ParsedPrompt& prompt) {
-  if (text.syntax != PromptSyntax::kA1111) return OneWindowOfIds(tokenizer, text.text);
-  ASSIGN_OR_RETURN(PromptWindows windows,
-                   MakePromptWindows(tokenizer, prompt.parts[0].texts[0], ModeOf(text), text.field));
-  windows.ids.resize(static_cast<size_t>(windows.size));
-  return std::move(windows.ids);
-}
-
 }  // namespace
 
 absl::StatusOr<PromptSyntax> ParsePromptSyntax(absl::string_view name) {
@@ -50,68 +39,102 @@ absl::StatusOr<PromptSyntax> ParsePromptSyntax(absl::string_view name) {
       absl::StrCat("\"", name, "\" is not known; there are \"plain\", \"compel\" and \"a1111\""));
 }
 
-absl::StatusOr<int64_t> TokensOf(const SdEncoder& encoder, const SdText& text) {
-  ASSIGN_OR_RETURN(const ParsedPrompt prompt, ParsePrompt(text.text, text.syntax, text.field));
+absl::StatusOr<EncodableText> EncodableText::Make(const SdEncoder& encoder, SdText text) {
+  EncodableText made(encoder, std::move(text));
+  ASSIGN_OR_RETURN(made.prompt_, ParsePrompt(made.text_.text, made.text_.syntax, made.text_.field));
+  ASSIGN_OR_RETURN(made.tokens_, made.CountWindows());
+  made.count_ = made.Count();
+  return made;
+}
+
+absl::StatusOr<int64_t> EncodableText::CountWindows() const {
   int64_t tokens = 0;
-  for (const PromptPart& part : prompt.parts) {
+  for (const PromptPart& part : prompt_.parts) {
     int64_t longest = 0;
     for (const PromptText& one : part.texts) {
       ASSIGN_OR_RETURN(const PromptWindows windows,
-                       MakePromptWindows(*encoder.tokenizer, one, ModeOf(text), text.field));
+                       MakePromptWindows(*encoder_->tokenizer, one, ModeOf(text_), text_.field));
       longest = std::max(longest, static_cast<int64_t>(windows.ids.size()));
     }
     tokens += longest;
   }
-  const int64_t most = kMaxPromptWindows * encoder.tokenizer->model_max_length();
+  const int64_t most = kMaxPromptWindows * encoder_->tokenizer->model_max_length();
   if (tokens <= most) return tokens;
-  return FieldError(text.field, absl::StrCat("makes ", tokens, " tokens; at most ", most, " are taken"));
+  return FieldError(text_.field, absl::StrCat("makes ", tokens, " tokens; at most ", most, " are taken"));
 }
 
-absl::StatusOr<TextTokens> CountTextTokens(const SdEncoder& encoder, const SdText& text) {
-  ASSIGN_OR_RETURN(const ParsedPrompt prompt, ParsePrompt(text.text, text.syntax, text.field));
+TextTokens EncodableText::Count() const {
   TextTokens tokens;
-  for (const PromptPart& part : prompt.parts) {
+  for (const PromptPart& part : prompt_.parts) {
     for (const PromptText& one : part.texts) {
       for (const PromptFragment& fragment : one) {
-        tokens.total += static_cast<int64_t>(TokenizeMarked(*encoder.tokenizer, fragment.text).size());
+        tokens.total += static_cast<int64_t>(TokenizeMarked(*encoder_->tokenizer, fragment.text).size());
       }
     }
   }
   constexpr int64_t kBeginAndEnd = 2;
-  const int64_t window = encoder.tokenizer->model_max_length() - kBeginAndEnd;
-  tokens.read = ModeOf(text) == LongPrompts::kTruncate ? std::min(tokens.total, window) : tokens.total;
+  const int64_t window = encoder_->tokenizer->model_max_length() - kBeginAndEnd;
+  tokens.read = ModeOf(text_) == LongPrompts::kTruncate ? std::min(tokens.total, window) : tokens.total;
   return tokens;
 }
 
-absl::StatusOr<ClipTextModel::Output> EncodeText(const SdEncoder& encoder, const WeightView& w,
-                                                 const SdText& text, const ClipTap& tap, int64_t tokens,
-                                                 const at::Tensor& rows) {
-  const ClipTextModel& model = *encoder.model;
-  const ClipTokenizer& tokenizer = *encoder.tokenizer;
-  ClipTap hidden_only = tap;
-  hidden_only.pooled = false;
+// The window that the pooled row is of: all of the text as compel has it, the first window as A1111 has it.
+std::vector<int64_t> EncodableText::PooledIds() const {
+  if (text_.syntax != PromptSyntax::kA1111) return OneWindowOfIds(*encoder_->tokenizer, text_.text);
+  // That it makes windows was seen by Make.
+  PromptWindows windows =
+      MakePromptWindows(*encoder_->tokenizer, prompt_.parts[0].texts[0], ModeOf(text_), text_.field).value();
+  windows.ids.resize(static_cast<size_t>(windows.size));
+  return std::move(windows.ids);
+}
+
+absl::StatusOr<ClipTextModel::Output> EncodableText::Encode(int64_t tokens, bool pooled,
+                                                            const Call& call) const {
+  const ClipTokenizer& tokenizer = *encoder_->tokenizer;
   ClipTextModel::Output output;
-  if (text.syntax == PromptSyntax::kPlain) {
-    output = model(w, OneWindowOfIds(tokenizer, text.text), tap, {}, rows);
+  if (text_.syntax == PromptSyntax::kPlain) {
+    output = call({OneWindowOfIds(tokenizer, text_.text), {}, pooled});
   } else {
-    ASSIGN_OR_RETURN(const ParsedPrompt prompt, ParsePrompt(text.text, text.syntax, text.field));
+    const PromptWeights weights =
+        text_.syntax == PromptSyntax::kA1111 ? PromptWeights::kKeepMean : PromptWeights::kAgainstEmpty;
     const EncodeWindow encode = [&](const std::vector<int64_t>& ids,
                                     const std::vector<int64_t>& mask) -> absl::StatusOr<at::Tensor> {
-      return model(w, ids, hidden_only, mask, rows).hidden;
+      return call({ids, mask}).hidden;
     };
-    const PromptWeights weights =
-        text.syntax == PromptSyntax::kA1111 ? PromptWeights::kKeepMean : PromptWeights::kAgainstEmpty;
     ASSIGN_OR_RETURN(output.hidden,
-                     EncodePrompt(tokenizer, prompt, ModeOf(text), weights, encode, text.field));
-    if (tap.pooled) {
-      ASSIGN_OR_RETURN(const std::vector<int64_t> ids, PooledIds(tokenizer, text, prompt));
-      output.pooled = model(w, ids, tap, {}, rows).pooled;
-    }
+                     EncodePrompt(tokenizer, prompt_, ModeOf(text_), weights, encode, text_.field));
+    if (pooled) output.pooled = call({PooledIds(), {}, true}).pooled;
   }
   if (const int64_t missing = tokens - output.hidden.size(1); missing > 0) {
-    const at::Tensor empty = model(w, EmptyPromptWindow(tokenizer).ids, hidden_only).hidden;
+    const at::Tensor empty = call({EmptyPromptWindow(tokenizer).ids, {}}).hidden;
     output.hidden = at::cat({output.hidden, empty.repeat({1, missing / empty.size(1), 1})}, 1);
   }
+  return output;
+}
+
+absl::StatusOr<std::vector<EncodableText::Window>> EncodableText::Windows(int64_t tokens, bool pooled) const {
+  const c10::InferenceMode inference;
+  std::vector<Window> windows;
+  const Call note = [&](const Window& window) {
+    const auto known = std::find_if(windows.begin(), windows.end(),
+                                    [&](const Window& one) { return one.key() == window.key(); });
+    if (known == windows.end()) {
+      windows.push_back(window);
+    } else {
+      known->pooled = known->pooled || window.pooled;
+    }
+    // One column is enough to go through the arithmetic.
+    const at::Tensor hidden = at::ones({1, static_cast<int64_t>(window.ids.size()), 1});
+    return ClipTextModel::Output{hidden, hidden};
+  };
+  RETURN_IF_ERROR(Encode(tokens, pooled, note).status());
+  return windows;
+}
+
+absl::StatusOr<ClipTextModel::Output> EncodableText::Assemble(const Encoded& encoded, int64_t tokens,
+                                                              bool pooled) const {
+  ASSIGN_OR_RETURN(ClipTextModel::Output output,
+                   Encode(tokens, pooled, [&](const Window& window) { return encoded.at(window.key()); }));
   return output;
 }
 

@@ -1,12 +1,16 @@
 // Prompts as SD's text encoders are given them: the syntax of weights, windows of tokens, pooled text.
 //
-// Pure but for the encoder's call; any thread, each with a view of its own.
+// Pure; any thread.
 #ifndef LATENTD_FAMILIES_SD_SD_TEXT_H_
 #define LATENTD_FAMILIES_SD_SD_TEXT_H_
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
@@ -14,7 +18,6 @@
 #include "families/encoders/clip_text_model.h"
 #include "families/prompt/prompt.h"
 #include "families/tokenizers/clip_tokenizer.h"
-#include "patcher/weight_view.h"
 
 namespace latentd {
 
@@ -34,23 +37,57 @@ struct SdText {
   absl::string_view field;  // for errors: "params.prompt"
 };
 
-// Tokens of the text's hidden states. Errors: INVALID_FIELD on the text's field, for what does not parse and
-// for too many windows.
-absl::StatusOr<int64_t> TokensOf(const SdEncoder& encoder, const SdText& text);
-
-// Tokens that a text has, without those that begin and end windows, and those of them that the encoder is
-// given. Errors: as TokensOf.
+// Tokens that a text has, without those that begin and end windows, and those of them that an encoder reads.
 struct TextTokens {
   int64_t read = 0, total = 0;
 };
-absl::StatusOr<TextTokens> CountTextTokens(const SdEncoder& encoder, const SdText& text);
 
-// Hidden states [1, tokens, dim], continued by windows of the empty prompt where the text has less of them,
-// and the pooled row where the tap asks for one. On the view's device. `rows` [n, dim], in host memory: what
-// the text's marks stand for. REQUIRES: tokens >= TokensOf(encoder, text).
-absl::StatusOr<ClipTextModel::Output> EncodeText(const SdEncoder& encoder, const WeightView& w,
-                                                 const SdText& text, const ClipTap& tap, int64_t tokens,
-                                                 const at::Tensor& rows = {});
+// A text as an encoder is given it: parsed and tokenised once, a list of windows, and what is made of them.
+// Immutable. Lives no longer than its encoder.
+class EncodableText {
+ public:
+  // Errors: INVALID_ARGUMENT INVALID_FIELD on the text's field, for what does not parse and for too many
+  // windows.
+  static absl::StatusOr<EncodableText> Make(const SdEncoder& encoder, SdText text);
+
+  const std::string& text() const { return text_.text; }
+  int64_t tokens() const { return tokens_; }  // of its hidden states
+  const TextTokens& count() const { return count_; }
+
+  // A call of the encoder.
+  struct Window {
+    std::vector<int64_t> ids;
+    std::vector<int64_t> mask;  // as ClipTextModel has it
+    bool pooled = false;        // the pooled row is wanted, too
+
+    std::pair<std::vector<int64_t>, std::vector<int64_t>> key() const { return {ids, mask}; }
+  };
+  // By Window::key.
+  using Encoded = std::map<std::pair<std::vector<int64_t>, std::vector<int64_t>>, ClipTextModel::Output>;
+
+  // The calls that Assemble needs, each once.
+  absl::StatusOr<std::vector<Window>> Windows(int64_t tokens, bool pooled) const;
+  // Hidden states [1, tokens, dim], continued by windows of the empty prompt where the text has less of them,
+  // and the pooled row where it is wanted. Where the outputs are. REQUIRES: tokens >= this->tokens();
+  // `encoded` has all of Windows(tokens, pooled).
+  absl::StatusOr<ClipTextModel::Output> Assemble(const Encoded& encoded, int64_t tokens, bool pooled) const;
+
+ private:
+  using Call = std::function<ClipTextModel::Output(const Window& window)>;
+
+  EncodableText(const SdEncoder& encoder, SdText text) : encoder_(&encoder), text_(std::move(text)) {}
+  absl::StatusOr<int64_t> CountWindows() const;
+  TextTokens Count() const;
+  std::vector<int64_t> PooledIds() const;
+  // Whatever is made of windows, with `call` in place of the encoder.
+  absl::StatusOr<ClipTextModel::Output> Encode(int64_t tokens, bool pooled, const Call& call) const;
+
+  const SdEncoder* encoder_;
+  SdText text_;
+  ParsedPrompt prompt_;  // not of plain texts
+  int64_t tokens_ = 0;
+  TextTokens count_;
+};
 
 }  // namespace latentd
 

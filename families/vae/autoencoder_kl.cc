@@ -17,6 +17,13 @@ namespace {
 constexpr double kNormEps = 1e-6;
 constexpr double kMinLogVariance = -30, kMaxLogVariance = 20;
 
+// Of a place of what comes out.
+double FlopsOf(const ComponentLayout& layout, const Conv2d& conv) {
+  double flops = 2;
+  for (const int64_t extent : layout[conv.weight].shape) flops *= static_cast<double>(extent);
+  return flops;
+}
+
 // In host memory, convolutions are faster with channels last, and all that follows a map keeps its order.
 at::Tensor InOrder(const at::Tensor& x) {
   return x.is_cpu() ? x.contiguous(at::MemoryFormat::ChannelsLast) : x;
@@ -163,7 +170,11 @@ AutoencoderKl::AutoencoderKl(const AutoencoderKlConfig& config) : config_(config
   DescribeEncoder(*layout);
   DescribeDecoder(*layout);
   layout_ = std::move(layout);
+  ListEncoder();
+  ListDecoder();
 }
+
+AutoencoderKl::~AutoencoderKl() = default;
 
 // ------------------------------------------------------------------------------------------------ forward
 
@@ -175,6 +186,10 @@ at::Tensor AutoencoderKl::Resnet::operator()(const WeightView& w, const at::Tens
   return h.add_(shortcut ? (*shortcut)(w, x) : x);
 }
 
+double AutoencoderKl::Resnet::Flops(const ComponentLayout& layout) const {
+  return FlopsOf(layout, conv1) + FlopsOf(layout, conv2) + (shortcut ? FlopsOf(layout, *shortcut) : 0);
+}
+
 at::Tensor AutoencoderKl::SelfAttention::operator()(const WeightView& w, const at::Tensor& x) const {
   const at::Tensor tokens =
       norm(w, x).permute({0, 2, 3, 1}).flatten(1, 2);  // [batch, h·w, channels], one head
@@ -183,53 +198,124 @@ at::Tensor AutoencoderKl::SelfAttention::operator()(const WeightView& w, const a
   return out(w, attended).unflatten(1, {x.size(2), x.size(3)}).permute({0, 3, 1, 2}).add_(x);
 }
 
-at::Tensor AutoencoderKl::Middle::operator()(const WeightView& w, const at::Tensor& x) const {
-  at::Tensor h = first(w, x);
-  if (attention) h = (*attention)(w, h);
-  return second(w, h);
+at::Tensor AutoencoderKl::Posterior::Sample(const at::Tensor& noise) const { return mean + std * noise; }
+
+void AutoencoderKl::ListMiddle(std::vector<Pass::Stage>& stages, const Middle& middle, double places) {
+  const auto add = [&](const Resnet& resnet) {
+    stages.push_back({.run = [&resnet](const WeightView& w, const at::Tensor& x) { return resnet(w, x); },
+                      .flops_per_place = resnet.Flops(*layout_),
+                      .places = places});
+  };
+  add(middle.first);
+  if (middle.attention) {
+    const auto channels = static_cast<double>(config_.channels.back());
+    const SelfAttention& attention = *middle.attention;
+    stages.push_back(
+        {.run = [&attention](const WeightView& w, const at::Tensor& x) { return attention(w, x); },
+         .flops_per_place = 8 * channels * channels,
+         .flops_per_two_places = 4 * channels,
+         .places = places});
+  }
+  add(middle.second);
 }
 
-at::Tensor AutoencoderKl::EncodeMoments(const WeightView& w, const at::Tensor& picture) const {
-  at::Tensor h = encoder_.in(w, InOrder(picture));
+void AutoencoderKl::ListEncoder() {
+  const auto add = [&](double flops, double places, auto run) {
+    encode_stages_.push_back({.run = std::move(run), .flops_per_place = flops, .places = places});
+  };
+  double places = 1;
+  add(FlopsOf(*layout_, encoder_.in), places,
+      [this](const WeightView& w, const at::Tensor& x) { return encoder_.in(w, InOrder(x)); });
   for (const Level& level : encoder_.levels) {
-    for (const Resnet& resnet : level.resnets) h = resnet(w, h);
+    for (const Resnet& resnet : level.resnets) {
+      add(resnet.Flops(*layout_), places,
+          [&resnet](const WeightView& w, const at::Tensor& x) { return resnet(w, x); });
+    }
+    if (!level.resample) continue;
+    places /= 4;
     // Half a pixel off centre: zeros go to the right and below only.
-    if (level.resample) h = (*level.resample)(w, at::constant_pad_nd(h, {0, 1, 0, 1}));
+    add(FlopsOf(*layout_, *level.resample), places, [&level](const WeightView& w, const at::Tensor& x) {
+      return (*level.resample)(w, at::constant_pad_nd(x, {0, 1, 0, 1}));
+    });
   }
-  h = encoder_.middle(w, h);
-  h = encoder_.out(w, encoder_.norm_out.WithSilu(w, h));
-  return (quant_conv_ ? (*quant_conv_)(w, h) : h).contiguous();
+  ListMiddle(encode_stages_, encoder_.middle, places);
+  add(FlopsOf(*layout_, encoder_.out), places, [this](const WeightView& w, const at::Tensor& x) {
+    const at::Tensor h = encoder_.out(w, encoder_.norm_out.WithSilu(w, x));
+    return (quant_conv_ ? (*quant_conv_)(w, h) : h).contiguous();
+  });
+}
+
+void AutoencoderKl::ListDecoder() {
+  const auto add = [&](double flops, double places, auto run) {
+    decode_stages_.push_back({.run = std::move(run), .flops_per_place = flops, .places = places});
+  };
+  double places = 1;
+  add(FlopsOf(*layout_, decoder_.in), places, [this](const WeightView& w, const at::Tensor& latents) {
+    const at::Tensor x = InOrder(latents);
+    return decoder_.in(w, post_quant_conv_ ? (*post_quant_conv_)(w, x) : x);
+  });
+  ListMiddle(decode_stages_, decoder_.middle, places);
+  for (const Level& level : decoder_.levels) {
+    for (const Resnet& resnet : level.resnets) {
+      add(resnet.Flops(*layout_), places,
+          [&resnet](const WeightView& w, const at::Tensor& x) { return resnet(w, x); });
+    }
+    if (!level.resample) continue;
+    places *= 4;
+    add(FlopsOf(*layout_, *level.resample), places, [&level](const WeightView& w, const at::Tensor& x) {
+      return (*level.resample)(w, at::upsample_nearest2d(x, {x.size(2) * 2, x.size(3) * 2}));
+    });
+  }
+  add(FlopsOf(*layout_, decoder_.out), places, [this](const WeightView& w, const at::Tensor& x) {
+    return decoder_.out(w, decoder_.norm_out.WithSilu(w, x)).contiguous();
+  });
+}
+
+bool AutoencoderKl::Pass::Slice(const WeightView& w) {
+  if (!x_.defined()) x_ = tiles_.tile();
+  const at::Tensor tile = tiles_.tile();
+  const auto places = static_cast<double>(tile.size(2) * tile.size(3));
+  double flops = 0;
+  for (; next_ < stages_.size(); ++next_) {
+    const Stage& stage = stages_[next_];
+    const double made = places * stage.places;
+    const double more = made * (stage.flops_per_place + made * stage.flops_per_two_places);
+    if (flops > 0 && flops + more > kSliceFlops) return false;
+    x_ = stage.run(w, x_);
+    flops += more;
+  }
+  tiles_.Add(std::exchange(x_, {}));
+  next_ = 0;
+  return tiles_.over();
+}
+
+AutoencoderKl::Pass AutoencoderKl::BeginEncode(const at::Tensor& picture, int64_t tile) const {
+  return {encode_stages_, TileWalk(picture, tile, tile / config_.scale())};
+}
+
+AutoencoderKl::Pass AutoencoderKl::BeginDecode(const at::Tensor& latents, int64_t tile) const {
+  return {decode_stages_, TileWalk(latents, tile / config_.scale(), tile)};
+}
+
+AutoencoderKl::Posterior AutoencoderKl::PosteriorOf(const at::Tensor& moments) {
+  const std::vector<at::Tensor> parts = moments.chunk(2, 1);
+  const at::Tensor log_variance = parts[1].clamp(kMinLogVariance, kMaxLogVariance);
+  return {parts[0].contiguous(), log_variance.mul(0.5).exp_()};
 }
 
 AutoencoderKl::Posterior AutoencoderKl::Encode(const WeightView& w, const at::Tensor& picture,
                                                int64_t tile) const {
-  const at::Tensor h = tile == 0 ? EncodeMoments(w, picture)
-                                 : InTiles(picture, tile, tile / config_.scale(),
-                                           [&](const at::Tensor& part) { return EncodeMoments(w, part); });
-  const std::vector<at::Tensor> moments = h.chunk(2, 1);
-  const at::Tensor log_variance = moments[1].clamp(kMinLogVariance, kMaxLogVariance);
-  return {moments[0].contiguous(), log_variance.mul(0.5).exp_()};
+  Pass pass = BeginEncode(picture, tile);
+  while (!pass.Slice(w)) {
+  }
+  return PosteriorOf(pass.Take());
 }
-
-at::Tensor AutoencoderKl::Posterior::Sample(const at::Tensor& noise) const { return mean + std * noise; }
 
 at::Tensor AutoencoderKl::Decode(const WeightView& w, const at::Tensor& latents, int64_t tile) const {
-  if (tile == 0) return DecodeWhole(w, latents);
-  return InTiles(latents, tile / config_.scale(), tile,
-                 [&](const at::Tensor& part) { return DecodeWhole(w, part); });
-}
-
-at::Tensor AutoencoderKl::DecodeWhole(const WeightView& w, const at::Tensor& latents) const {
-  const at::Tensor x = InOrder(latents);
-  at::Tensor h = decoder_.in(w, post_quant_conv_ ? (*post_quant_conv_)(w, x) : x);
-  h = decoder_.middle(w, h);
-  for (const Level& level : decoder_.levels) {
-    for (const Resnet& resnet : level.resnets) h = resnet(w, h);
-    if (level.resample) {
-      h = (*level.resample)(w, at::upsample_nearest2d(h, {h.size(2) * 2, h.size(3) * 2}));
-    }
+  Pass pass = BeginDecode(latents, tile);
+  while (!pass.Slice(w)) {
   }
-  return decoder_.out(w, decoder_.norm_out.WithSilu(w, h)).contiguous();
+  return pass.Take();
 }
 
 at::Tensor AutoencoderKl::OfChannels(const std::vector<float>& values, const at::Tensor& like) {

@@ -10,6 +10,7 @@
 #define LATENTD_FAMILIES_VAE_AUTOENCODER_KL_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +23,7 @@
 #include "cache/weights/weight_files.h"
 #include "families/nn/layers.h"
 #include "families/nn/live_floats.h"
+#include "families/vae/tiling.h"
 #include "patcher/weight_view.h"
 
 namespace latentd {
@@ -46,6 +48,9 @@ struct AutoencoderKlConfig {
 class AutoencoderKl {
  public:
   explicit AutoencoderKl(const AutoencoderKlConfig& config);
+  ~AutoencoderKl();
+  AutoencoderKl(const AutoencoderKl&) = delete;
+  AutoencoderKl& operator=(const AutoencoderKl&) = delete;
 
   const std::shared_ptr<const ComponentLayout>& layout() const { return layout_; }
   const AutoencoderKlConfig& config() const { return config_; }
@@ -54,7 +59,37 @@ class AutoencoderKl {
     at::Tensor mean, std;
     at::Tensor Sample(const at::Tensor& noise) const;
   };
-  // `tile`: pixels of a tile's side, a multiple of 4·scale(); 0: the whole picture at once.
+  // One picture's or latents' way through the network, a slice at a time. No longer than its model; one
+  // thread at a time.
+  class Pass {
+   public:
+    // Does the next slice: stages of the network for one tile, about kSliceFlops of them. True: it was the
+    // last one. A slice that threw can be done again.
+    bool Slice(const WeightView& w);
+    // What came of it. REQUIRES: Slice returned true. Once.
+    at::Tensor Take() { return tiles_.Take(); }
+
+   private:
+    friend class AutoencoderKl;
+    struct Stage;
+    Pass(const std::vector<Stage>& stages, TileWalk tiles) : stages_(stages), tiles_(std::move(tiles)) {}
+
+    const std::vector<Stage>& stages_;
+    TileWalk tiles_;
+    at::Tensor x_;     // before the next stage; undefined before the first
+    size_t next_ = 0;  // stage
+  };
+  // Multiplications and additions that a slice has at most, where a stage has no more by itself: some tenths
+  // of a second on a few cores, and less than a denoising step of the models that have such a VAE.
+  static constexpr double kSliceFlops = 5e10;
+
+  // Of pictures [1, 3, H, W] to moments, of latents [1, C, h, w] to pictures. `tile`: pixels of a tile's
+  // side, a multiple of 4·scale(); 0: the whole picture at once.
+  Pass BeginEncode(const at::Tensor& picture, int64_t tile = 0) const;
+  Pass BeginDecode(const at::Tensor& latents, int64_t tile = 0) const;
+  static Posterior PosteriorOf(const at::Tensor& moments);
+
+  // All slices at once.
   Posterior Encode(const WeightView& w, const at::Tensor& picture, int64_t tile = 0) const;
   at::Tensor Decode(const WeightView& w, const at::Tensor& latents, int64_t tile = 0) const;
 
@@ -74,6 +109,7 @@ class AutoencoderKl {
     std::optional<Conv2d> shortcut;
     static Resnet Describe(ComponentLayout& layout, const std::string& name, int64_t in, int64_t out,
                            int64_t groups);
+    double Flops(const ComponentLayout& layout) const;  // of a place of what comes out
     at::Tensor operator()(const WeightView& w, const at::Tensor& x) const;
   };
   struct SelfAttention {
@@ -84,7 +120,6 @@ class AutoencoderKl {
   struct Middle {
     Resnet first, second;
     std::optional<SelfAttention> attention;
-    at::Tensor operator()(const WeightView& w, const at::Tensor& x) const;
   };
   struct Level {
     std::vector<Resnet> resnets;
@@ -94,8 +129,10 @@ class AutoencoderKl {
   void DescribeEncoder(ComponentLayout& layout);
   void DescribeDecoder(ComponentLayout& layout);
   static at::Tensor OfChannels(const std::vector<float>& values, const at::Tensor& like);  // [1, n, 1, 1]
-  at::Tensor EncodeMoments(const WeightView& w, const at::Tensor& picture) const;
-  at::Tensor DecodeWhole(const WeightView& w, const at::Tensor& latents) const;
+  // The forward passes as lists.
+  void ListEncoder();
+  void ListDecoder();
+  void ListMiddle(std::vector<Pass::Stage>& stages, const Middle& middle, double places);
   class Estimate;
 
   AutoencoderKlConfig config_;
@@ -107,6 +144,15 @@ class AutoencoderKl {
     GroupNorm norm_out;
   } encoder_, decoder_;
   std::optional<Conv2d> quant_conv_, post_quant_conv_;
+  std::vector<Pass::Stage> encode_stages_, decode_stages_;  // point to the layers above
+};
+
+// A part of a forward pass that is done in one go.
+struct AutoencoderKl::Pass::Stage {
+  std::function<at::Tensor(const WeightView&, const at::Tensor&)> run;
+  double flops_per_place;           // of what comes out
+  double flops_per_two_places = 0;  // of attention: for each place and each that it looks at
+  double places;                    // of what comes out, for each place that went into the network
 };
 
 // How a VAE file names its tensors: canonical, with diffusers' old attention names, or in the LDM layout

@@ -1,6 +1,7 @@
 #include "families/vae/picture_codec.h"
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "ATen/ATen.h"
@@ -15,6 +16,14 @@ at::Tensor ToBytes(at::Tensor x) {
   return x.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_().to(at::kByte);
 }
 
+// [1, 3, H, W] in [-1, 1], where the view's weights are. Copied there as bytes.
+at::Tensor ToInput(const WeightView& w, const VaePicture& picture) {
+  const at::Tensor scaled = picture.pixels.to(w.device()).to(w.compute_type()).div_(255).mul_(2).sub_(1);
+  const at::Tensor input = scaled.permute({2, 0, 1}).unsqueeze(0).contiguous();
+  if (!picture.kept.defined()) return input;
+  return input * picture.kept.to(w.device()).to(w.compute_type());
+}
+
 }  // namespace
 
 at::Tensor ToHost(const at::Tensor& tensor) { return tensor.contiguous().to(at::kCPU); }
@@ -26,24 +35,38 @@ at::Tensor ResizePicture(const at::Tensor& picture, int64_t width, int64_t heigh
   return at::from_blob(pixels.data(), {height, width, 3}, at::kByte).clone();
 }
 
-at::Tensor PictureToInput(const WeightView& w, const at::Tensor& picture) {
-  const at::Tensor input = picture.to(w.device()).to(w.compute_type()).div_(255).mul_(2).sub_(1);
-  return input.permute({2, 0, 1}).unsqueeze(0).contiguous();
+PictureEncoder::PictureEncoder(const AutoencoderKl& vae, std::vector<VaePicture> pictures)
+    : vae_(vae), pictures_(std::move(pictures)) {}
+
+bool PictureEncoder::Slice(const WeightView& w, int64_t tile) {
+  if (posteriors_.size() == pictures_.size()) return true;
+  if (!pass_ || tile_ != tile) {
+    pass_.emplace(vae_.BeginEncode(ToInput(w, pictures_[posteriors_.size()]), tile));
+    tile_ = tile;
+  }
+  if (!pass_->Slice(w)) return false;
+  const AutoencoderKl::Posterior posterior = AutoencoderKl::PosteriorOf(pass_->Take());
+  pass_.reset();
+  posteriors_.push_back({ToHost(posterior.mean), ToHost(posterior.std)});
+  return posteriors_.size() == pictures_.size();
 }
 
-AutoencoderKl::Posterior EncodePicture(const AutoencoderKl& vae, const WeightView& w, const at::Tensor& input,
-                                       int64_t tile) {
-  const AutoencoderKl::Posterior posterior = vae.Encode(w, input, tile);
-  return {ToHost(posterior.mean), ToHost(posterior.std)};
-}
+PictureDecoder::PictureDecoder(const AutoencoderKl& vae, at::Tensor latents)
+    : vae_(vae), latents_(std::move(latents)) {}
 
-absl::StatusOr<at::Tensor> DecodePicture(const AutoencoderKl& vae, const WeightView& w,
-                                         const at::Tensor& latents, int64_t tile) {
-  const at::Tensor z = vae.FromModel(latents.to(w.device(), w.compute_type()));
-  const at::Tensor x = vae.Decode(w, z, tile);
+absl::StatusOr<at::Tensor> PictureDecoder::Slice(const WeightView& w, int64_t tile) {
+  if (!pass_ || tile_ != tile) {
+    const at::Tensor z = latents_.narrow(0, next_, 1).to(w.device(), w.compute_type());
+    pass_.emplace(vae_.BeginDecode(vae_.FromModel(z), tile));
+    tile_ = tile;
+  }
+  if (!pass_->Slice(w)) return at::Tensor();
+  const at::Tensor x = pass_->Take();
+  pass_.reset();
   const at::Tensor finite = FiniteFlag(x);  // bytes no longer show it; read once the picture was waited for
   at::Tensor picture = ToHost(ToBytes(x).squeeze(0).permute({1, 2, 0}));
   if (!finite.item<bool>()) return NonFinite("decode");
+  ++next_;
   return picture;
 }
 

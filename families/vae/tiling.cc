@@ -1,7 +1,8 @@
 #include "families/vae/tiling.h"
 
 #include <algorithm>
-#include <vector>
+#include <limits>
+#include <utility>
 
 #include "ATen/ATen.h"
 
@@ -22,31 +23,41 @@ void FadeIn(const at::Tensor& a, const at::Tensor& b, int64_t dim, int64_t exten
 
 }  // namespace
 
-at::Tensor InTiles(const at::Tensor& x, int64_t in, int64_t out,
-                   const std::function<at::Tensor(const at::Tensor&)>& f) {
-  const int64_t height = x.size(2), width = x.size(3);
-  const auto stride = static_cast<int64_t>(static_cast<double>(in) * (1 - kTileOverlap));
-  const auto extent = static_cast<int64_t>(static_cast<double>(out) * kTileOverlap);
-  const int64_t kept = out - extent;
+TileWalk::TileWalk(at::Tensor x, int64_t in, int64_t out)
+    : x_(std::move(x)),
+      in_(in == 0 ? std::max(x_.size(2), x_.size(3)) : in),
+      stride_(in == 0 ? in_ : static_cast<int64_t>(static_cast<double>(in) * (1 - kTileOverlap))),
+      overlap_(in == 0 ? 0 : static_cast<int64_t>(static_cast<double>(out) * kTileOverlap)),
+      kept_(in == 0 ? std::numeric_limits<int64_t>::max() : out - overlap_) {}
 
-  std::vector<at::Tensor> result;      // finished rows
-  std::vector<at::Tensor> above, row;  // tiles, blended
-  for (int64_t top = 0; top < height; top += stride) {
-    row.clear();
-    std::vector<at::Tensor> cut;
-    for (int64_t left = 0; left < width; left += stride) {
-      at::Tensor tile =
-          f(x.narrow(2, top, std::min(in, height - top)).narrow(3, left, std::min(in, width - left)));
-      if (top > 0) FadeIn(above[row.size()], tile, 2, extent);
-      if (left > 0) FadeIn(row.back(), tile, 3, extent);
-      cut.push_back(
-          tile.narrow(2, 0, std::min(kept, tile.size(2))).narrow(3, 0, std::min(kept, tile.size(3))));
-      row.push_back(std::move(tile));
-    }
-    result.push_back(at::cat(cut, 3));
-    above = std::move(row);
+at::Tensor TileWalk::tile() const {
+  return x_.narrow(2, top_, std::min(in_, x_.size(2) - top_))
+      .narrow(3, left_, std::min(in_, x_.size(3) - left_));
+}
+
+void TileWalk::Add(at::Tensor made) {
+  if (top_ > 0) FadeIn(above_[row_.size()], made, 2, overlap_);
+  if (left_ > 0) FadeIn(row_.back(), made, 3, overlap_);
+  row_.push_back(std::move(made));
+  left_ += stride_;
+  if (left_ >= x_.size(3)) EndRow();
+}
+
+void TileWalk::EndRow() {
+  std::vector<at::Tensor> cut;
+  for (const at::Tensor& tile : row_) {
+    cut.push_back(
+        tile.narrow(2, 0, std::min(kept_, tile.size(2))).narrow(3, 0, std::min(kept_, tile.size(3))));
   }
-  return at::cat(result, 2);
+  rows_.push_back(cut.size() == 1 ? cut[0] : at::cat(cut, 3));
+  above_ = std::exchange(row_, {});
+  left_ = 0;
+  top_ += stride_;
+}
+
+at::Tensor TileWalk::Take() {
+  above_.clear();
+  return rows_.size() == 1 ? rows_[0] : at::cat(std::exchange(rows_, {}), 2);
 }
 
 }  // namespace latentd

@@ -354,6 +354,7 @@ bool Job::ShouldGiveWay() const {
 }
 
 void Job::GiveWay() {
+  if (work_ != nullptr) work_->LetGo();
   for (const auto& held : resources_) held->GiveWay();
 }
 
@@ -385,6 +386,7 @@ bool Job::RunSlice() {
     SampleMemory();
   }
   if (!status.ok() && IsOutOfMemory(status)) {
+    if (work_ != nullptr) work_->LetGo();
     status = main().Adapt(status);
     if (status.ok()) {  // once more, with less
       next_ = &Job::AcquirePhase;
@@ -465,7 +467,8 @@ absl::StatusOr<bool> Job::RunPhaseSlice() {
   if (phase_now().kind == PhaseKind::kEncodeMedia) encode_tile_ = main().options().tile;
   if (encodes_text) {
     RETURN_IF_ERROR(CheckFiles());
-    RETURN_IF_ERROR(KeepConditioning(std::exchange(encoded_.conditioning, {}), watch.ms() / 1000));
+    RETURN_IF_ERROR(
+        KeepConditioning(std::exchange(encoded_.conditioning, {}), slice_seconds_ + watch.ms() / 1000));
     if (!more_text()) SendEncoded();
   }
   return true;
@@ -540,10 +543,12 @@ void Job::Report(PhaseResources& resources, bool measured) {
     report.set_working_peak_bytes(peak_bytes_);
   }
   phase_reports_.push_back(std::move(report));
-  if (measured && slices_ > 0) {
-    measured_ =
-        Measured{resources.measurement_key(), peak_bytes_, slice_seconds_ / static_cast<double>(slices_)};
-  }
+  if (!measured || slices_ == 0) return;
+  // A step's slices are as many as it has pictures; what else is cut into slices is, by the network's layers.
+  const RunPhase& phase = phase_now();
+  const bool by_slices = phase.kind == PhaseKind::kDenoise || phase.components.size() > 1;
+  const auto units = static_cast<double>(by_slices ? slices_ : phase.units);
+  measured_ = Measured{resources.measurement_key(), peak_bytes_, slice_seconds_ / units};
 }
 
 void Job::EndPhase() {
@@ -562,7 +567,7 @@ void Job::EndPhase() {
 
 void Job::RecordMeasurement() {
   if (!measured_) return;
-  core_->measurements->Record(measured_->key, measured_->working_bytes, measured_->seconds_per_slice);
+  core_->measurements->Record(measured_->key, measured_->working_bytes, measured_->seconds_per_unit);
   measured_.reset();
 }
 

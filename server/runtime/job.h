@@ -194,7 +194,7 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   struct Measured {
     std::string key;
     int64_t working_bytes;
-    double seconds_per_slice;
+    double seconds_per_unit;
   };
   std::optional<Measured> measured_;  // of the last phase, to be written down on a worker
 

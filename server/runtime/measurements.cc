@@ -57,7 +57,7 @@ absl::StatusOr<Values> Read(const std::string& path) {
       continue;
     const PhaseMeasurement m{bytes->get<int64_t>(), seconds->get<double>()};
     const bool sensible = m.working_bytes >= 0 && m.working_bytes <= kMaxWorkingBytes &&
-                          m.seconds_per_slice >= 0 && m.seconds_per_slice <= kMaxSeconds;
+                          m.seconds_per_unit >= 0 && m.seconds_per_unit <= kMaxSeconds;
     if (sensible) values[key] = m;
   }
   return values;
@@ -115,15 +115,15 @@ std::optional<PhaseMeasurement> Measurements::Find(const std::string& key) const
   return it->second;
 }
 
-void Measurements::Record(const std::string& key, int64_t working_bytes, double seconds_per_slice) {
+void Measurements::Record(const std::string& key, int64_t working_bytes, double seconds_per_unit) {
   Values copy;
   {
     MutexLock lock(&mu_);
     PhaseMeasurement& m = At(key);
     const bool moved = working_bytes > m.working_bytes ||
-                       std::abs(seconds_per_slice - m.seconds_per_slice) > kNoise * m.seconds_per_slice;
+                       std::abs(seconds_per_unit - m.seconds_per_unit) > kNoise * m.seconds_per_unit;
     m.working_bytes = std::max(m.working_bytes, working_bytes);
-    m.seconds_per_slice = seconds_per_slice;
+    m.seconds_per_unit = seconds_per_unit;
     if (!moved || path_.empty()) return;
     copy = values_;
   }
@@ -148,7 +148,7 @@ void Measurements::SetAside() {
 void Measurements::Save(const Values& values) {
   nlohmann::json phases = nlohmann::json::object();
   for (const auto& [key, m] : values) {
-    phases[ValidUtf8(key)] = {{"working_bytes", m.working_bytes}, {"seconds", m.seconds_per_slice}};
+    phases[ValidUtf8(key)] = {{"working_bytes", m.working_bytes}, {"seconds", m.seconds_per_unit}};
   }
   MutexLock lock(&file_mu_);
   std::error_code error;

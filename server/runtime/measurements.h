@@ -18,9 +18,9 @@
 namespace latentd {
 
 struct PhaseMeasurement {
-  int64_t working_bytes = 0;     // the most that was seen; 0: not measured
-  double seconds_per_slice = 0;  // the last
-  int64_t at_least = 0;          // with less, such a phase has failed; not kept across restarts
+  int64_t working_bytes = 0;    // the most that was seen; 0: not measured
+  double seconds_per_unit = 0;  // the last
+  int64_t at_least = 0;         // with less, such a phase has failed; not kept across restarts
 };
 
 // What to promise for a phase.
@@ -51,7 +51,7 @@ class Measurements {
   std::optional<PhaseMeasurement> Find(const std::string& key) const;
 
   // `working_bytes` is 0 where it was not measured. Writes the file when something moved by more than noise.
-  void Record(const std::string& key, int64_t working_bytes, double seconds_per_slice);
+  void Record(const std::string& key, int64_t working_bytes, double seconds_per_unit);
 
   // Such a phase took so many bytes at least, and failed because it was not to have them. The high-water mark
   // goes.

@@ -38,7 +38,7 @@ class MeasurementsTest : public ::testing::Test {
     const auto kept = Measurements(folder_.string()).Find("new");
     ASSERT_TRUE(kept);
     EXPECT_EQ(kept->working_bytes, 5000);
-    EXPECT_EQ(kept->seconds_per_slice, 0.25);
+    EXPECT_EQ(kept->seconds_per_unit, 0.25);
   }
 
   const fs::path folder_, file_;
@@ -47,7 +47,7 @@ class MeasurementsTest : public ::testing::Test {
 TEST_F(MeasurementsTest, AreKeptAcrossRestarts) {
   Measurements(folder_.string()).Record("a", 1 << 30, 2);
   Measurements again(folder_.string());
-  EXPECT_EQ(again.Find("a")->seconds_per_slice, 2);
+  EXPECT_EQ(again.Find("a")->seconds_per_unit, 2);
   EXPECT_GT(again.Promise("a", 7).bytes, 1 << 30);
   EXPECT_EQ(again.Promise("b", 7).bytes, 7);
   EXPECT_FALSE(fs::exists(folder_ / "measurements.json.broken"));

@@ -384,7 +384,7 @@ class Planner {
   bool RunComponents(size_t phase, Executor& executor) {
     const std::vector<std::string>& components = run_->phases()[phase].components;
     for (size_t i = 0; i < components.size(); ++i) {
-      if (!RunPhase(phase, components[i], executor, i == 0 ? run_->phases()[phase].slices : 0)) return false;
+      if (!RunPhase(phase, components[i], executor, i == 0 ? run_->phases()[phase].units : 0)) return false;
     }
     return true;
   }
@@ -450,7 +450,7 @@ class Planner {
     int64_t rank = 0;  // of the widest patch beside a weight
   };
 
-  bool RunPhase(size_t index, const std::string& name, Executor& executor, int64_t slices) {
+  bool RunPhase(size_t index, const std::string& name, Executor& executor, int64_t units) {
     const Component& component = model_.component(name);
     const LockRequest request = model_.ComponentRequest(name);
     const std::string key = request.key.ToString();
@@ -488,8 +488,8 @@ class Planner {
       phase.set_tried_bytes(room);
       plan_.set_uncertain(true);
     }
-    if (measured && measured->seconds_per_slice > 0) {
-      phase.set_seconds(measured->seconds_per_slice * static_cast<double>(slices));
+    if (measured && measured->seconds_per_unit > 0) {
+      phase.set_seconds(measured->seconds_per_unit * static_cast<double>(units));
       seconds_ += phase.seconds();
     } else {
       timed_ = false;

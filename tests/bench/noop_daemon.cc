@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "ATen/ops/zeros.h"
-#include "families/image_pipeline.h"
+#include "families/family.h"
 #include "server/config.h"
 #include "server/daemon.h"
 #include "server/logging.h"
@@ -14,27 +14,47 @@
 namespace latentd::bench {
 namespace {
 
-class NoopDenoiser : public Denoiser {
+// Steps, or a picture, of nothing.
+class NoopWork : public PhaseWork {
  public:
-  explicit NoopDenoiser(int64_t steps) : steps_(steps) {}
+  NoopWork(int64_t steps, RunState& state) : steps_(steps), state_(state) {}
+  std::vector<std::string> reads() const override { return {"network"}; }
   int64_t step_count() const override { return steps_; }
-  bool done() const override { return index_ == steps_; }
-  int64_t picture_count() const override { return 1; }
   at::Tensor latents() const override { return at::zeros({1, 1, 1, 1}); }
 
- protected:
-  absl::StatusOr<at::Tensor> StepPicture(const WeightView&, int64_t) override { return latents(); }
-  StepReport EndStep() override {
+  absl::StatusOr<SliceReport> Slice(const WeightViews&, const PhaseOptions&) override {
+    if (steps_ == 0) {
+      state_.pictures.push_back(at::zeros({8, 8, 3}, at::kByte));
+      return SliceReport{.phase_over = true};
+    }
     ++index_;
-    return StepReport{.index = index_, .count = steps_, .sigma = 1};
+    state_.latents = latents();
+    return SliceReport{.phase_over = index_ == steps_,
+                       .step = StepReport{.index = index_, .count = steps_, .sigma = 1}};
   }
 
  private:
-  const int64_t steps_;
+  const int64_t steps_;  // 0: decodes
+  RunState& state_;
   int64_t index_ = 0;
 };
 
-class NoopPipeline : public ImagePipeline {
+class NoopRun : public latentd::Run {
+ public:
+  explicit NoopRun(GenerateParams params) : latentd::Run(std::move(params)) {
+    phases_ = {{.kind = PhaseKind::kDenoise, .components = {"network"}, .units = *params_.steps},
+               {.kind = PhaseKind::kDecode, .components = {"network"}}};
+  }
+  std::string OutputKey(size_t) const override { return ""; }
+  int64_t OutputBytes(size_t) const override { return 0; }
+  int64_t WorkingBytes(size_t, const std::string&, const PhaseOptions&) const override { return 0; }
+  std::string ShapeKey(size_t, const std::string&) const override { return ""; }
+  absl::StatusOr<std::unique_ptr<PhaseWork>> Begin(size_t phase, RunState& state) const override {
+    return std::make_unique<NoopWork>(phase == 0 ? *params_.steps : 0, state);
+  }
+};
+
+class NoopPipeline : public Pipeline {
  public:
   explicit NoopPipeline(const std::string& weights) {
     auto layout = std::make_shared<ComponentLayout>();
@@ -51,43 +71,13 @@ class NoopPipeline : public ImagePipeline {
   const std::vector<Component>& components() const override { return components_; }
   const ModelDefaults& defaults() const override { return defaults_; }
   RequestUses MakeUses() const override { return UsesOf(defaults(), 8, {}); }
-  absl::Status Validate(GenerateParams& params) const override {
+  std::string denoiser_component() const override { return "network"; }
+  absl::StatusOr<std::shared_ptr<const latentd::Run>> Prepare(GenerateParams params) const override {
     if (!params.width) params.width = 8;
     if (!params.height) params.height = 8;
     if (!params.steps) params.steps = defaults_.steps;
-    return absl::OkStatus();
+    return std::make_shared<const NoopRun>(std::move(params));
   }
-  std::vector<std::string> EncoderComponents(const GenerateParams&) const override { return {}; }
-  absl::Status Encode(const std::string&, const WeightView&, const GenerateParams&,
-                      const std::vector<std::shared_ptr<const TextEmbedding>>&,
-                      Conditioning&) const override {
-    return absl::OkStatus();
-  }
-  absl::StatusOr<std::vector<TokenCount>> CountTokens(const GenerateParams&) const override {
-    return std::vector<TokenCount>();
-  }
-  std::string EncodeKey(const std::string&, const GenerateParams&) const override { return ""; }
-  int64_t ConditioningBytes(const std::string&, const GenerateParams&) const override { return 0; }
-  absl::StatusOr<at::Tensor> EncodeImage(const WeightView&, const GenerateParams&,
-                                         const PhaseOptions&) const override {
-    return absl::UnimplementedError("no pictures here");
-  }
-  std::string denoiser_component() const override { return "network"; }
-  absl::StatusOr<std::unique_ptr<Denoiser>> Begin(const GenerateParams& params, Conditioning,
-                                                  at::Tensor) const override {
-    return std::make_unique<NoopDenoiser>(*params.steps);
-  }
-  std::string vae_component() const override { return "network"; }
-  int64_t SmallerTile(const GenerateParams&, int64_t) const override { return 0; }
-  absl::StatusOr<at::Tensor> Decode(const WeightView&, const at::Tensor&,
-                                    const PhaseOptions&) const override {
-    return at::zeros({8, 8, 3}, at::kByte);
-  }
-  at::Tensor Preview(const at::Tensor&) const override { return {}; }
-  int64_t WorkingBytes(const std::string&, const GenerateParams&, const PhaseOptions&, bool) const override {
-    return 0;
-  }
-  std::string ShapeKey(const std::string&, const GenerateParams&) const override { return ""; }
 
  private:
   std::vector<Component> components_;

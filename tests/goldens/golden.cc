@@ -114,6 +114,19 @@ Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double wei
   return overlays;
 }
 
+std::map<std::string, int64_t> WorkingBytesOf(const Pipeline& pipeline, const GenerateParams& params) {
+  const auto run = pipeline.Prepare(params);
+  if (!run.ok()) return {};
+  std::map<std::string, int64_t> bytes;
+  for (size_t phase = 0; phase < (*run)->phases().size(); ++phase) {
+    for (const std::string& component : (*run)->phases()[phase].components) {
+      int64_t& most = bytes[component];
+      most = std::max(most, (*run)->WorkingBytes(phase, component, {}));
+    }
+  }
+  return bytes;
+}
+
 RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays,
                    std::vector<std::shared_ptr<const TextEmbedding>> embeddings, at::ScalarType compute) {
   std::map<std::string, std::shared_ptr<const WeightSet>> weights;

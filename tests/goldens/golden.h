@@ -10,7 +10,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "cache/weights/weight_files.h"
-#include "families/image_pipeline.h"
+#include "families/family.h"
 #include "patcher/layer_patcher.h"
 #include "patcher/overlay.h"
 
@@ -58,10 +58,8 @@ std::shared_ptr<const WeightSet> Load(const std::string& path, std::shared_ptr<c
 // Detects the family and opens the model.
 std::unique_ptr<Pipeline> OpenModel(const ModelFiles& files);
 
-// REQUIRES: it is one.
-inline const ImagePipeline& AsImage(const Pipeline& pipeline) {
-  return dynamic_cast<const ImagePipeline&>(pipeline);
-}
+// Working memory by component, of the phase that takes the most. REQUIRES: the request is one for the model.
+std::map<std::string, int64_t> WorkingBytesOf(const Pipeline& pipeline, const GenerateParams& params);
 
 struct RunResult {
   std::vector<at::Tensor> latents;  // after each step, [N, C, h, w]

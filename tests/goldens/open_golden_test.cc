@@ -74,7 +74,8 @@ TEST_F(OpenGolden, LatentdJsonSetsDefaultsAndThePreview) {
   EXPECT_EQ((*pipeline)->defaults().width, 64);
   EXPECT_EQ((*pipeline)->defaults().height, 48);
   EXPECT_EQ((*pipeline)->defaults().steps, 9);
-  const at::Tensor preview = AsImage(**pipeline).Preview(at::ones({1, 16, 6, 8}));
+  const at::Tensor preview =
+      dynamic_cast<const FluxPipeline&>(**pipeline).parts().preview.Render(at::ones({1, 16, 6, 8}));
   ASSERT_EQ(preview.sizes(), at::IntArrayRef({6, 8, 3}));
   EXPECT_EQ(preview[0][0][0].item<int>(), 191);  // 0.5 of [-1, 1]
   EXPECT_EQ(preview[5][7][1].item<int>(), 0);
@@ -82,9 +83,25 @@ TEST_F(OpenGolden, LatentdJsonSetsDefaultsAndThePreview) {
 }
 
 TEST_F(OpenGolden, RealLatentSpacesHaveAPreviewAndOthersNone) {
-  EXPECT_TRUE(AsImage(**Open()).Preview(at::zeros({1, 16, 4, 4})).defined());
+  EXPECT_TRUE(
+      dynamic_cast<const FluxPipeline&>(**Open()).parts().preview.Render(at::zeros({1, 16, 4, 4})).defined());
   Replace("vae/config.json", "\"scaling_factor\": 0.3611", "\"scaling_factor\": 0.7");
-  EXPECT_FALSE(AsImage(**Open()).Preview(at::zeros({1, 16, 4, 4})).defined());
+  EXPECT_FALSE(
+      dynamic_cast<const FluxPipeline&>(**Open()).parts().preview.Render(at::zeros({1, 16, 4, 4})).defined());
+}
+
+TEST_F(OpenGolden, WorkingBytesGrowWithWhatIsAsked) {
+  const auto pipeline = Open();
+  ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+  GenerateParams params;
+  params.max_sequence_length = 64;
+  auto small = WorkingBytesOf(**pipeline, params);
+  params.width = params.height = 2048;
+  params.max_sequence_length = 128;
+  auto large = WorkingBytesOf(**pipeline, params);
+  for (const char* component : {"transformer", "vae", "text_encoder_2"})
+    EXPECT_GT(large[component], small[component]) << component;
+  EXPECT_GT(small["text_encoder"], 0);
 }
 
 TEST_F(OpenGolden, BrokenSettingsAreRefused) {

@@ -105,7 +105,9 @@ TEST_F(SdOpenGolden, FoldersAreOfOneFamilyAndSayWhatTheyAre) {
     EXPECT_EQ((*pipeline)->defaults().sampler, c.sampler) << c.model;
     EXPECT_EQ((*pipeline)->defaults().width, c.side) << c.model;
     EXPECT_EQ(Names(**pipeline), c.components) << c.model;
-    EXPECT_TRUE(AsImage(**pipeline).Preview(at::zeros({1, 4, 3, 5})).defined()) << c.model;
+    EXPECT_TRUE(
+        dynamic_cast<const SdPipeline&>(**pipeline).parts().preview.Render(at::zeros({1, 4, 3, 5})).defined())
+        << c.model;
     for (const Component& component : (*pipeline)->components()) {
       EXPECT_EQ(component.patch_target.has_value(), component.name != "vae") << component.name;
     }
@@ -114,19 +116,14 @@ TEST_F(SdOpenGolden, FoldersAreOfOneFamilyAndSayWhatTheyAre) {
       params.SetPicture(MediaRole::kInit, at::zeros({8, 8, 3}, at::kByte));
     if ((*pipeline)->variant() == "inpaint")
       params.SetPicture(MediaRole::kMask, params.picture(MediaRole::kInit));
-    EXPECT_TRUE(AsImage(**pipeline).Validate(params).ok());
-    EXPECT_GT(AsImage(**pipeline).WorkingBytes("unet", params, {}), 0);
+    auto small = WorkingBytesOf(**pipeline, params);
+    EXPECT_GT(small["unet"], 0);
     GenerateParams large = params;
     large.width = large.height = 1024;
-    for (const char* component : {"unet", "vae"}) {
-      EXPECT_GT(AsImage(**pipeline).WorkingBytes(component, large, {}),
-                AsImage(**pipeline).WorkingBytes(component, params, {}));
-    }
+    auto whole = WorkingBytesOf(**pipeline, large);
+    for (const char* component : {"unet", "vae"}) EXPECT_GT(whole[component], small[component]);
     large.tiles = DenoiseTiles{.width = 256, .height = 256, .overlap = 32};
-    GenerateParams whole = large;
-    whole.tiles.reset();
-    EXPECT_LT(AsImage(**pipeline).WorkingBytes("unet", large, {}),
-              AsImage(**pipeline).WorkingBytes("unet", whole, {}));
+    EXPECT_LT(WorkingBytesOf(**pipeline, large)["unet"], whole["unet"]);
   }
 }
 
@@ -205,7 +202,7 @@ TEST_F(SdOpenGolden, AModelOfEdmIsDrawnByItsOwnSamplersOnly) {
             }}}) {
     GenerateParams params;
     change(params);
-    const absl::Status status = AsImage(**pipeline).Validate(params);
+    const absl::Status status = (*pipeline)->Prepare(params).status();
     EXPECT_EQ(field.empty() ? "" : GetErrorDetails(status)["field"], field) << status;
     EXPECT_EQ(status.ok(), field.empty()) << status;
   }

@@ -118,11 +118,11 @@ class ToyRun : public Run {
   ToyRun(const ToyPipeline& pipeline, GenerateParams params) : Run(std::move(params)), pipeline_(pipeline) {
     const auto references = static_cast<int64_t>(params_.inputs.size());
     if (references > 0) {
-      phases_.push_back({.kind = PhaseKind::kEncodeMedia, .components = {"vision"}, .slices = references});
+      phases_.push_back({.kind = PhaseKind::kEncodeMedia, .components = {"vision"}, .units = references});
     }
     phases_.push_back(
-        {.kind = PhaseKind::kDenoise, .components = {"expert_high", "expert_low"}, .slices = *params_.steps});
-    phases_.push_back({.kind = PhaseKind::kDecode, .components = {"decoder"}, .slices = kToyChunks});
+        {.kind = PhaseKind::kDenoise, .components = {"expert_high", "expert_low"}, .units = *params_.steps});
+    phases_.push_back({.kind = PhaseKind::kDecode, .components = {"decoder"}, .units = kToyChunks});
   }
 
   std::string OutputKey(size_t) const override { return ""; }
@@ -132,7 +132,7 @@ class ToyRun : public Run {
 
   absl::StatusOr<std::unique_ptr<PhaseWork>> Begin(size_t phase, RunState& state) const override {
     int64_t before = 0;
-    for (size_t i = 0; i < phase; ++i) before += phases_[i].slices;
+    for (size_t i = 0; i < phase; ++i) before += phases_[i].units;
     switch (phases_[phase].kind) {
       case PhaseKind::kEncodeMedia:
         return std::make_unique<LookWork>(pipeline_, params_, before, state);
