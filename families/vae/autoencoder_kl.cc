@@ -271,18 +271,18 @@ void AutoencoderKl::ListDecoder() {
   });
 }
 
-bool AutoencoderKl::Pass::Slice(const WeightView& w) {
+bool AutoencoderKl::Pass::Slice(const WeightView& w, double flops) {
   if (!x_.defined()) x_ = tiles_.tile();
   const at::Tensor tile = tiles_.tile();
   const auto places = static_cast<double>(tile.size(2) * tile.size(3));
-  double flops = 0;
+  bool first = true;
   for (; next_ < stages_.size(); ++next_) {
     const Stage& stage = stages_[next_];
     const double made = places * stage.places;
     const double more = made * (stage.flops_per_place + made * stage.flops_per_two_places);
-    if (flops > 0 && flops + more > kSliceFlops) return false;
+    if (!std::exchange(first, false) && more > flops) return false;
     x_ = stage.run(w, x_);
-    flops += more;
+    flops -= more;
   }
   tiles_.Add(std::exchange(x_, {}));
   next_ = 0;

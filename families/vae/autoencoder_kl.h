@@ -59,13 +59,17 @@ class AutoencoderKl {
     at::Tensor mean, std;
     at::Tensor Sample(const at::Tensor& noise) const;
   };
+  // Multiplications and additions that a slice has at most, where a stage has no more by itself: some tenths
+  // of a second on a few cores, and less than a denoising step of the models that have such a VAE.
+  static constexpr double kSliceFlops = 5e10;
+
   // One picture's or latents' way through the network, a slice at a time. No longer than its model; one
   // thread at a time.
   class Pass {
    public:
-    // Does the next slice: stages of the network for one tile, about kSliceFlops of them. True: it was the
-    // last one. A slice that threw can be done again.
-    bool Slice(const WeightView& w);
+    // Does the next slice: stages of the network for one tile, as many as have `flops` together and one at
+    // least. True: it was the last one. A slice that threw can be done again.
+    bool Slice(const WeightView& w, double flops = kSliceFlops);
     // What came of it. REQUIRES: Slice returned true. Once.
     at::Tensor Take() { return tiles_.Take(); }
 
@@ -79,10 +83,6 @@ class AutoencoderKl {
     at::Tensor x_;     // before the next stage; undefined before the first
     size_t next_ = 0;  // stage
   };
-  // Multiplications and additions that a slice has at most, where a stage has no more by itself: some tenths
-  // of a second on a few cores, and less than a denoising step of the models that have such a VAE.
-  static constexpr double kSliceFlops = 5e10;
-
   // Of pictures [1, 3, H, W] to moments, of latents [1, C, h, w] to pictures. `tile`: pixels of a tile's
   // side, a multiple of 4·scale(); 0: the whole picture at once.
   Pass BeginEncode(const at::Tensor& picture, int64_t tile = 0) const;

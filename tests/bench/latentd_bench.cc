@@ -22,6 +22,7 @@
 //   inputs KEY FILE                   what its calls take
 //   lora KEY FILE, no-lora KEY        what its calls have beside the weights
 //   call KEY COUNT                    → {"wall": [one per call], "cpu": [the same]}
+//   slice KEY                         → {"ms": of the last call's longest slice}
 //   result KEY FILE                   writes what the last call gave, as plain fp32
 //   peak                              → {"bytes": the most that were ever resident}
 //   load FOLDER                       → {"load": ms, "mmap": ms, "pread": ms, "bytes": n}
@@ -58,7 +59,7 @@ const std::map<std::string, size_t>& KnownCommands() {
   static const auto* const commands = new std::map<std::string, size_t>{
       {"begin", 3},    {"call", 2}, {"close", 1},   {"copy-weights", 2}, {"inputs", 2},  {"latents", 1},
       {"load", 1},     {"lora", 2}, {"no-lora", 1}, {"noop", 2},         {"open", 3},    {"open-unet", 2},
-      {"open-vae", 2}, {"peak", 0}, {"result", 2},  {"step", 2},         {"threads", 1}, {"to-device", 3}};
+      {"open-vae", 2}, {"peak", 0}, {"result", 2}, {"slice", 1},  {"step", 2},         {"threads", 1}, {"to-device", 3}};
   return *commands;
 }
 
@@ -134,6 +135,8 @@ class Commands {
       std::vector<Elapsed> times;
       for (int i = 0; i < Int(words.at(2)); ++i) times.push_back(network.Call());
       return ToJson(times);
+    } else if (what == "slice") {
+      return absl::StrCat("{\"ms\": ", network.longest_slice(), "}");
     } else if (what == "result") {
       network.WriteResult(words.at(2));
     } else if (what == "close") {

@@ -2,6 +2,7 @@
 
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <fstream>
 #include <map>
 #include <optional>
@@ -51,8 +52,11 @@ class Network : public NetworkBench {
     c10::InferenceMode inference;
     const Stopwatch watch;
     result_ = Forward();
-    return watch.elapsed();
+    const Elapsed elapsed = watch.elapsed();
+    if (!in_slices_) longest_slice_ = elapsed.wall;
+    return elapsed;
   }
+  double longest_slice() const override { return longest_slice_; }
 
   void WriteResult(const std::string& file) const override {
     const at::Tensor flat = result_.to(at::kFloat).contiguous();
@@ -65,6 +69,9 @@ class Network : public NetworkBench {
   virtual at::Tensor Forward() = 0;
   const at::Tensor& Input(const std::string& name) const { return inputs_.at(name); }
   const WeightView& view() const { return *view_; }
+
+  double longest_slice_ = 0;
+  bool in_slices_ = false;  // Forward measures them
 
  private:
   const Component component_;
@@ -101,10 +108,21 @@ class UNetBench : public Network {
 class VaeBench : public Network {
  public:
   VaeBench(std::shared_ptr<const AutoencoderKl> vae, const Component& component)
-      : Network(component), vae_(std::move(vae)) {}
+      : Network(component), vae_(std::move(vae)) {
+    in_slices_ = true;
+  }
 
  private:
-  at::Tensor Forward() override { return vae_->Decode(view(), Input("vae_latents")); }
+  at::Tensor Forward() override {
+    AutoencoderKl::Pass pass = vae_->BeginDecode(Input("vae_latents"));
+    longest_slice_ = 0;
+    for (bool over = false; !over;) {
+      const Stopwatch watch;
+      over = pass.Slice(view());
+      longest_slice_ = std::max(longest_slice_, watch.ms());
+    }
+    return pass.Take();
+  }
 
   const std::shared_ptr<const AutoencoderKl> vae_;
 };

@@ -23,6 +23,8 @@ class NetworkBench {
   // From now on, calls have this LoRA beside the weights, or with an empty name none.
   virtual void SetLora(const std::string& file) = 0;
   virtual Elapsed Call() = 0;
+  // Milliseconds of the last call's longest slice: how long an executor is not asked whether to go on.
+  virtual double longest_slice() const = 0;
   // The last call's, as plain fp32.
   virtual void WriteResult(const std::string& file) const = 0;
 };

@@ -95,6 +95,7 @@ class Side:
     def __init__(self, program: list, what: str, folder: Path):
         self.program, self.what, self.folder = program, what, folder
         self.process, self.peak = None, 0
+        self.slices = []    # of latentd: milliseconds of the longest one of a call
 
     def call(self, inputs: Path) -> list[dict[str, float]]:
         """Milliseconds of two calls: the second has the memory of the first. A process's first one is for warming up."""
@@ -107,6 +108,8 @@ class Side:
         self.process("inputs", "it", inputs)
         times = self.process("call", "it", 2)
         self.peak = max(self.peak, self.process("peak")["bytes"])
+        if str(self.program[0]).endswith("latentd_bench"):
+            self.slices.append(self.process("slice", "it")["ms"])
         return [{clock: ms[i] for clock, ms in times.items()} for i in range(2)]
 
     def result(self, file: Path) -> np.ndarray:
@@ -153,6 +156,7 @@ class SdBenchmarks:
                 if clock == "wall":
                     self.ours[what, size] = ours
         self.ours[what, "peak"] = sides["ours"].peak
+        self.ours[what, "slices"] = sides["ours"].slices
         ours, reference = (sides[side].peak for side in ("ours", "reference"))
         self.table.add(Row(f"peak RSS of a process that did nothing else, {name}", f"{ours / MB:.0f} MiB",
                            f"{reference / MB:.0f} MiB", ours / reference, None, None))
@@ -212,6 +216,9 @@ class SdBenchmarks:
             inputs[f"{side}²"] = folder / f"{side}.safetensors"
             write_inputs(inputs[f"{side}²"], side, SD15)
         self.compare("SD's VAE, decoding", "open-vae", folder, inputs, limits, rounds, together=True)
+        # The sizes take turns; a step is of a guided picture.
+        self.table.compare("the longest slice of decoding, against a step of SD 1.5, 512²",
+                           self.ours["open-vae", "slices"][1::2], self.ours["open-unet", "512²"], 1.0)
 
     def sd_cpp(self) -> None:
         """stable-diffusion.cpp with the same networks, if some interpreter has its binding. Its pictures are of its own
