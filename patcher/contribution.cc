@@ -230,21 +230,29 @@ int64_t ColumnsWith(const PatchLayer& layer, at::IntArrayRef shape) {
                                                           : columns;
 }
 
+namespace {
+
+absl::StatusOr<std::vector<MatchedLayer>> LayersOf(const PatchSpec& spec, const ModelPatch& patch,
+                                                   const PatchTarget& target) {
+  if (spec.match == nullptr) return MatchComponent(patch, spec.name, target);
+  const auto found = spec.match->find(target.component);
+  return found == spec.match->end() ? std::vector<MatchedLayer>() : found->second;
+}
+
+}  // namespace
+
 absl::StatusOr<Contributions> Collect(const PatchTarget& target, const std::vector<PatchSpec>& specs) {
   const ComponentLayout& layout = *target.layout;
-  const LayerResolver& resolver = target.resolver();
   Contributions by_slot;
   for (size_t s = 0; s < specs.size(); ++s) {
     const PatchSpec& spec = specs[s];
     if (spec.weight == 0) continue;
     const ModelPatch& patch = spec.handle ? spec.handle.As<ModelPatch>() : *spec.patch;
-    for (size_t l = 0; l < patch.layers().size(); ++l) {
-      const PatchLayer& layer = patch.layers()[l];
-      auto parts = std::make_shared<const std::vector<LayerPart>>(resolver.Resolve(layer.name));
-      if (parts->empty()) continue;
-      RETURN_IF_ERROR(CheckShapes(spec.name, layer, *parts, target));
+    ASSIGN_OR_RETURN(const std::vector<MatchedLayer> matched, LayersOf(spec, patch, target));
+    for (const auto& [index, parts] : matched) {
+      const PatchLayer& layer = patch.layers()[index];
       Contribution c{.layer = &layer,
-                     .beside = &spec.patch->layers()[l],
+                     .beside = &spec.patch->layers()[index],
                      .spec = s,
                      .weight = spec.weight,
                      .part = {},

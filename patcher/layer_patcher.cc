@@ -33,6 +33,15 @@ std::string DescribeMerge(const ComponentLayout& layout, const LayerPatcher::For
   return text;
 }
 
+// Those that take part.
+std::set<size_t> SpecsOf(const Contributions& contributions) {
+  std::set<size_t> specs;
+  for (const auto& [index, shares] : contributions) {
+    for (const Contribution& c : shares) specs.insert(c.spec);
+  }
+  return specs;
+}
+
 // "transformer+dusk@1f3a*0.5[transformer.proj_out=0]#9d3c…": all that merged weights depend on, so that two
 // sets are never taken for each other: which patches how strong, to be read, and behind it a hash of what was
 // merged, for this process.
@@ -40,8 +49,8 @@ std::string MergedName(const std::string& component, const ComponentLayout& layo
                        const LayerPatcher::FormOf& form, const std::vector<PatchSpec>& specs,
                        const Contributions& contributions) {
   std::string name = component;
-  for (const PatchSpec& spec : specs) {
-    if (spec.weight == 0) continue;
+  for (const size_t index : SpecsOf(contributions)) {
+    const PatchSpec& spec = specs[index];
     absl::StrAppend(&name, "+", spec.handle.key().ToString(), "*",
                     StrengthText(spec.weight, spec.blocks, component));
   }
@@ -72,41 +81,77 @@ MemoryBudget::Request Ask(int64_t bytes, MemoryUse use, const PatchTarget& targe
 
 }  // namespace
 
+namespace {
+
+absl::Status CheckOnly(const std::string& name, absl::Span<const std::string> only,
+                       absl::Span<const PatchTarget> targets) {
+  for (const std::string& component : only) {
+    if (std::any_of(targets.begin(), targets.end(),
+                    [&](const PatchTarget& target) { return target.component == component; })) {
+      continue;
+    }
+    return FieldError("loras.only",
+                      absl::StrCat("of ", name, ": the model has no component '", component,
+                                   "' that LoRAs change; there are ",
+                                   absl::StrJoin(targets, ", ", [](std::string* out, const PatchTarget& target) {
+                                     *out += target.component;
+                                   })));
+  }
+  return absl::OkStatus();
+}
+
+// Weights of the target that get more inputs, and paths of `unused` that are above something.
+void NoteTensors(const ModelPatch& patch, const std::vector<MatchedLayer>& layers, const PatchTarget& target,
+                 std::set<std::string>& unused, PatchReport& report) {
+  for (const auto& [index, parts] : layers) {
+    for (const LayerPart& part : *parts) {
+      const TensorDecl& tensor = (*target.layout)[part.weight];
+      std::erase_if(unused, [&](const std::string& path) {
+        return LiesBelow(path, target.component, tensor.name);
+      });
+      const int64_t columns = ColumnsWith(patch.layers()[index], tensor.shape);
+      if (tensor.shape.size() != 2 || columns == tensor.shape[1]) continue;
+      report.grown[absl::StrCat(target.component, ".", tensor.name)] = columns;
+    }
+  }
+}
+
+}  // namespace
+
 absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const std::string& name,
                                                 double weight, absl::Span<const PatchTarget> targets,
-                                                const BlockWeights& blocks) {
+                                                const BlockWeights& blocks,
+                                                absl::Span<const std::string> only) {
+  RETURN_IF_ERROR(CheckOnly(name, only, targets));
   PatchReport report;
   report.name = name;
   report.format = patch.format();
   report.weight = weight;
   report.layers_in_file = static_cast<int64_t>(patch.layers().size());
   report.embeddings = patch.embeddings();
-  int64_t matched = 0;
   std::set<std::string> unused;
   for (const auto& [path, factor] : blocks) unused.insert(path);
-  for (const PatchLayer& layer : patch.layers()) {
-    bool found = false;
-    for (size_t t = 0; t < targets.size() && !found; ++t) {
-      const std::vector<LayerPart> parts = targets[t].resolver().Resolve(layer.name);
-      if (parts.empty()) continue;
-      RETURN_IF_ERROR(CheckShapes(name, layer, parts, targets[t]));
-      for (const LayerPart& part : parts) {
-        const TensorDecl& tensor = (*targets[t].layout)[part.weight];
-        std::erase_if(unused, [&](const std::string& path) {
-          return LiesBelow(path, targets[t].component, tensor.name);
-        });
-        if (tensor.shape.size() != 2 || ColumnsWith(layer, tensor.shape) == tensor.shape[1]) continue;
-        report.grown[absl::StrCat(targets[t].component, ".", tensor.name)] = ColumnsWith(layer, tensor.shape);
-      }
-      ++report.matched[targets[t].component];
-      ++matched;
-      found = true;
+  std::vector<bool> known(patch.layers().size());
+  PatchMatch match;
+  for (const PatchTarget& target : targets) {
+    ASSIGN_OR_RETURN(std::vector<MatchedLayer> layers, MatchComponent(patch, name, target));
+    for (const MatchedLayer& layer : layers) known[layer.layer] = true;
+    const bool wanted = only.empty() || std::find(only.begin(), only.end(), target.component) != only.end();
+    if (wanted && !only.empty() && layers.empty()) {
+      return FieldError("loras.only", absl::StrCat("of ", name, ": the file changes nothing of '",
+                                                   target.component, "'"));
     }
-    if (found) continue;
-    ++report.unmatched_count;
-    if (report.unmatched.size() < kSampleKeys) report.unmatched.push_back(layer.name);
+    if (!wanted || layers.empty()) continue;
+    NoteTensors(patch, layers, target, unused, report);
+    report.matched[target.component] = static_cast<int64_t>(layers.size());
+    match[target.component] = std::move(layers);
   }
-  if (matched == 0) {
+  for (size_t l = 0; l < known.size(); ++l) {
+    if (known[l]) continue;
+    ++report.unmatched_count;
+    if (report.unmatched.size() < kSampleKeys) report.unmatched.push_back(patch.layers()[l].name);
+  }
+  if (match.empty()) {
     const std::string sample = absl::StrJoin(report.unmatched, ", ");
     return LoraMismatch(name,
                         absl::StrCat("is for another architecture: none of its ", report.layers_in_file,
@@ -120,6 +165,7 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
                      "'; paths are a component, or a component and the start of a tensor's name "
                      "(transformer.transformer_blocks.3)"));
   }
+  report.match = std::make_shared<const PatchMatch>(std::move(match));
   return report;
 }
 
@@ -197,9 +243,7 @@ absl::Status LayerPatcher::ApplyDirect(const WeightSet& weights, const PatchTarg
                 },
                 .use = MemoryUse::kMerged,
                 .name = options.model};
-  for (const PatchSpec& spec : specs) {
-    if (spec.weight != 0) loader.sources.push_back(spec.handle.key().id);
-  }
+  for (const size_t index : SpecsOf(contributions)) loader.sources.push_back(specs[index].handle.key().id);
   ASSIGN_OR_RETURN(overlay.merged_record_,
                    options.cache->Lock(
                        {options.component.id, MergedName(options.component.component, weights.layout(), form,

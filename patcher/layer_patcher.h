@@ -58,7 +58,7 @@ struct ApplyOptions {
   std::stop_token stop = {};                     // checked per layer
 };
 
-// What became of one patch, for the client. Counts are layers of the file.
+// What became of one patch. Counts are layers of the file.
 struct PatchReport {
   std::string name;
   std::string format;
@@ -70,6 +70,7 @@ struct PatchReport {
   int64_t unmatched_count = 0;
   std::vector<std::string> embeddings = {};         // textual inversions that the file brings with it
   std::vector<std::string> unused_embeddings = {};  // filled in by who knows what the model takes
+  std::shared_ptr<const PatchMatch> match = nullptr;  // for PatchSpec
   int64_t direct_tensors = 0;                       // filled in by Apply
   int64_t sidecar_tensors = 0;                      // filled in by Apply
 };
@@ -79,12 +80,14 @@ inline constexpr size_t kSampleKeys = 5;
 class LayerPatcher {
  public:
   // Resolves every layer of `patch` against all components of a model and checks shapes, without touching a
-  // weight. Errors: FAILED_PRECONDITION LORA_MISMATCH when nothing matches (with sample keys) or a shape
-  // does not fit (with the layer); INVALID_ARGUMENT INVALID_FIELD for a path of `blocks` below which the
-  // patch changes nothing.
+  // weight. A layer whose name several components have is for all of them, unless the patch is limited to
+  // those of `only`. Errors: FAILED_PRECONDITION LORA_MISMATCH when nothing matches (with sample keys) or a
+  // shape does not fit (with the layer); INVALID_ARGUMENT INVALID_FIELD for a component of `only` and a path
+  // of `blocks` of which the patch changes nothing.
   static absl::StatusOr<PatchReport> Match(const ModelPatch& patch, const std::string& name, double weight,
                                            absl::Span<const PatchTarget> targets,
-                                           const BlockWeights& blocks = {});
+                                           const BlockWeights& blocks = {},
+                                           absl::Span<const std::string> only = {});
 
   // Overlay of `specs` on the component that `target` describes; `weights` are its weights in host memory.
   // Layers for other components are left alone; specs of weight 0 are held but change nothing. The specs are

@@ -130,6 +130,36 @@ TEST_F(LayerPatcherTest, APathBelowWhichNothingChangesIsRefused) {
   }
 }
 
+// As two experts have them.
+TEST_F(LayerPatcherTest, ALayerOfTwoComponentsIsForBothUnlessThePatchIsLimited) {
+  PatchTarget other = target;
+  other.component = "transformer_2";
+  const PatchSpec spec = Spec(Pair("blocks.0"));
+  const auto match = [&](const std::vector<std::string>& only) {
+    return LayerPatcher::Match(*spec.patch, "lora", 1, {target, other}, {}, only);
+  };
+  const std::map<std::string, int64_t> both = {{"transformer", 1}, {"transformer_2", 1}};
+  const std::map<std::string, int64_t> second_alone = {{"transformer_2", 1}};
+  EXPECT_EQ(match({})->matched, both);
+  EXPECT_EQ(match({"transformer", "transformer_2"})->matched, both);
+  const auto limited = match({"transformer_2"});
+  ASSERT_TRUE(limited.ok()) << limited.status();
+  EXPECT_EQ(limited->matched, second_alone);
+  EXPECT_EQ(limited->unmatched_count, 0);
+  for (const auto& [component, applies] : {std::pair(target, false), {other, true}}) {
+    PatchSpec held = Spec(Pair("blocks.0"));
+    held.match = limited->match;
+    std::vector<PatchSpec> specs;
+    specs.push_back(std::move(held));
+    const auto overlay = LayerPatcher::Apply(*base, component, std::move(specs), {});
+    ASSERT_TRUE(overlay.ok()) << overlay.status();
+    EXPECT_EQ(*overlay != nullptr, applies) << component.component;
+  }
+  for (const char* wrong : {"vae", ""}) {
+    EXPECT_EQ(GetErrorDetails(match({wrong}).status())["field"], "loras.only") << wrong;
+  }
+}
+
 TEST_F(LayerPatcherTest, AValueThatIsSetIsNotScaled) {
   const at::Tensor value = at::randn({kOut}), diff = at::randn({kOut});
   const Tensors set = {{"norm.scale", value}}, add = {{"norm.w_norm", diff}};

@@ -17,6 +17,7 @@
 #include "cache/weights/weight_set.h"
 #include "patcher/block_weights.h"
 #include "patcher/model_patch.h"
+#include "patcher/patch_match.h"
 
 namespace latentd {
 
@@ -27,6 +28,7 @@ struct PatchSpec {
   std::shared_ptr<const ModelPatch> patch;
   double weight = 1;
   BlockWeights blocks = {};  // factors on the weight
+  std::shared_ptr<const PatchMatch> match = nullptr;  // LayerPatcher::Match's; null: matched when it is applied
   LockHandle handle;
   DeviceLock residency;  // set by LockPatch(); keeps `patch` where it is
 };

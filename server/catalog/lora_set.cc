@@ -13,7 +13,7 @@ namespace latentd {
 namespace {
 
 constexpr double kMaxWeight = 1000;
-constexpr int kMaxBlocks = 1024;
+constexpr int kMaxBlocks = 1024, kMaxOnly = 16;
 
 absl::Status CheckWeight(absl::string_view field, absl::string_view of, double weight) {
   if (std::abs(weight) <= kMaxWeight) return absl::OkStatus();
@@ -41,6 +41,9 @@ absl::StatusOr<std::vector<LoraChoice>> ResolveLoras(const std::vector<v1::LoraR
       RETURN_IF_ERROR(CheckWeight("loras.block_weights", absl::StrCat(ref.name(), ", ", path), factor));
       choice.blocks[path] = factor;
     }
+    if (ref.only_size() > kMaxOnly)
+      return FieldError("loras.only", absl::StrCat("of ", ref.name(), ": at most ", kMaxOnly));
+    choice.only.assign(ref.only().begin(), ref.only().end());
     if (ref.has_start()) choice.start = ref.start();
     if (ref.has_end()) choice.end = ref.end();
     if (!(choice.start >= 0 && choice.start < choice.end && choice.end <= 1)) {  // NaN fails too

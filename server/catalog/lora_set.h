@@ -18,7 +18,8 @@ struct LoraUse {
   std::string name;
   double weight = 1;
   BlockWeights blocks;
-  double start = 0, end = 1;  // of the steps, [start, end)
+  double start = 0, end = 1;      // of the steps, [start, end)
+  std::vector<std::string> only;  // components; empty: all
 
   // `progress`: share of the steps that are done, [0, 1). Text encoders run at 0.
   bool ActiveAt(double progress) const { return weight != 0 && start <= progress && progress < end; }

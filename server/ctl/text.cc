@@ -279,7 +279,8 @@ std::string MessageJson(const pb::Message& message, bool raw) {
 absl::StatusOr<v1::LoraRef> ParseLora(absl::string_view text) {
   const absl::Status usage =
       MakeError(absl::StatusCode::kInvalidArgument, "USAGE",
-                "a LoRA is written NAME, NAME:WEIGHT, NAME:WEIGHT@START-END or NAME:WEIGHT,PATH=FACTOR,…");
+                "a LoRA is written NAME, NAME:WEIGHT, NAME:WEIGHT@START-END, NAME:WEIGHT,PATH=FACTOR,… or "
+                "NAME,only=COMPONENT+COMPONENT");
   v1::LoraRef lora;
   // Names may have all of these signs, so it is read from the end.
   for (size_t comma = text.rfind(','); comma != absl::string_view::npos; comma = text.rfind(',')) {
@@ -287,6 +288,12 @@ absl::StatusOr<v1::LoraRef> ParseLora(absl::string_view text) {
         absl::StrSplit(text.substr(comma + 1), absl::MaxSplits('=', 1));
     double factor = 0;
     if (!absl::StrContains(text.substr(comma), '=')) break;
+    if (entry.first == "only") {
+      for (const absl::string_view component : absl::StrSplit(entry.second, '+'))
+        lora.add_only(std::string(component));
+      text = text.substr(0, comma);
+      continue;
+    }
     if (entry.first.empty() || !absl::SimpleAtod(entry.second, &factor)) return usage;
     lora.mutable_block_weights()->insert({std::string(entry.first), factor});
     text = text.substr(0, comma);
@@ -317,6 +324,7 @@ std::string LoraText(const v1::LoraRef& lora) {
   if (lora.has_start() || lora.has_end()) {
     absl::StrAppend(&text, "@", lora.start(), "-", lora.has_end() ? lora.end() : 1);
   }
+  if (lora.only_size() > 0) absl::StrAppend(&text, ",only=", absl::StrJoin(lora.only(), "+"));
   const std::map<std::string, double> blocks(lora.block_weights().begin(), lora.block_weights().end());
   for (const auto& [path, factor] : blocks) absl::StrAppend(&text, ",", path, "=", factor);
   return Printable(text);

@@ -116,6 +116,12 @@ TEST(CtlText, ALoraMayHaveStepsAndBlocks) {
   EXPECT_EQ(lora->block_weights().at("transformer.proj_out"), 0);
   EXPECT_EQ(lora->block_weights().at("text_encoder"), -2);
   EXPECT_EQ(LoraText(*lora), "a/night:0.5@0.25-1,text_encoder=-2,transformer.proj_out=0");
+  const auto limited = ParseLora("night:2,only=unet+text_encoder,unet.conv_in=3");
+  ASSERT_TRUE(limited.ok()) << limited.status();
+  EXPECT_EQ(limited->name(), "night");
+  ASSERT_EQ(limited->only_size(), 2);
+  EXPECT_EQ(limited->only(1), "text_encoder");
+  EXPECT_EQ(LoraText(*limited), "night:2,only=unet+text_encoder,unet.conv_in=3");
   for (const char* bad : {"a@x-1", "a,=1", "a,b=x", "@0-1"}) {
     EXPECT_EQ(ErrorReason(ParseLora(bad).status()), "USAGE") << bad;
   }

@@ -73,6 +73,7 @@ std::vector<v1::LoraRef> ShownRefs(const std::vector<v1::LoraRef>& refs) {
     if (ref.has_weight()) out.set_weight(ref.weight());
     if (ref.has_start()) out.set_start(ref.start());
     if (ref.has_end()) out.set_end(ref.end());
+    *out.mutable_only() = ref.only();
   }
   return shown;
 }

@@ -26,6 +26,7 @@ v1::LoraRef RefOf(const LoraUse& use) {
   for (const auto& [path, factor] : use.blocks) (*ref.mutable_block_weights())[path] = factor;
   if (use.start != 0) ref.set_start(use.start);
   if (use.end != 1) ref.set_end(use.end);
+  ref.mutable_only()->Assign(use.only.begin(), use.only.end());
   return ref;
 }
 

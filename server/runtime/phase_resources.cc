@@ -229,6 +229,7 @@ absl::StatusOr<std::vector<PatchSpec>> PhaseResources::Specs(Patience patience) 
     spec.name = lora.name;
     spec.weight = lora.ActiveAt(progress_) ? lora.weight : 0;
     spec.blocks = lora.blocks;
+    spec.match = lora.report.match;
     spec.handle = lora.handle.Share();
     spec.patch = std::static_pointer_cast<const ModelPatch>(spec.handle.resource());
     // Merging is done in host memory; what is computed beside the weights has to be where they are.

@@ -347,6 +347,7 @@ class Planner {
       if (executor->device().uses_host_memory()) continue;
       devices_.emplace(&executor->device(), ImaginedDevice(executor->device(), stats_, &plan_));
     }
+    for (const LoraChoice& lora : loras_) matches_.push_back(MatchOf(lora));
   }
 
   v1::PlanResponse Run() {
@@ -407,8 +408,9 @@ class Planner {
     const std::string& component = run_->phases()[index].components[0];
     Executor& executor = core_.PlaceEncoder(model_, component, home);
     std::vector<ConditioningSource> sources;
-    for (const LoraChoice& lora : loras_) {
-      if (!lora.ActiveAt(0) || !Reaches(lora, component)) continue;
+    for (size_t i = 0; i < loras_.size(); ++i) {
+      const LoraChoice& lora = loras_[i];
+      if (!lora.ActiveAt(0) || !Reaches(i, component)) continue;
       sources.push_back({lora.name, lora.request.key, StrengthText(lora.weight, lora.blocks, component)});
     }
     const std::string key =
@@ -430,14 +432,21 @@ class Planner {
     return true;
   }
 
-  // Whether a LoRA has layers for a component. One that is not in memory is taken to have some.
-  bool Reaches(const LoraChoice& lora, const std::string& component) const {
-    if (lora.weight == 0) return false;
+  // Of a LoRA that is in memory.
+  std::shared_ptr<const PatchMatch> MatchOf(const LoraChoice& lora) const {
     const LockHandle handle = core_.cache->Peek(lora.request.key, "plan");
-    if (!handle) return true;
+    if (!handle) return nullptr;
     const auto report = LayerPatcher::Match(handle.As<ModelPatch>(), lora.name, lora.weight,
-                                            model_.patch_targets, lora.blocks);
-    return !report.ok() || report->matched.count(component) != 0;
+                                            model_.patch_targets, lora.blocks, lora.only);
+    return report.ok() ? report->match : nullptr;
+  }
+
+  // Whether a LoRA has layers for a component. One that is not in memory is taken to have some.
+  bool Reaches(size_t index, const std::string& component) const {
+    const LoraChoice& lora = loras_[index];
+    if (lora.weight == 0) return false;
+    if (matches_[index] != nullptr) return matches_[index]->count(component) != 0;
+    return lora.only.empty() || std::find(lora.only.begin(), lora.only.end(), component) != lora.only.end();
   }
 
   // What patches add to a phase: a record of merged weights, bytes beside the weights, or both.
@@ -549,8 +558,9 @@ class Planner {
     int64_t ring = 0, none = 0;
     std::vector<std::string> copies;
     if (mode_ != PatchMode::kDirect || StoredAsFloat8(model_, component)) {
-      for (const LoraChoice& lora : loras_) {
-        if (!Reaches(lora, component.name)) continue;
+      for (size_t i = 0; i < loras_.size(); ++i) {
+        if (!Reaches(i, component.name)) continue;
+        const LoraChoice& lora = loras_[i];
         copies.push_back(lora.request.key.ToString());
         const std::vector<ResourceBlock> whole = {{lora.request.loader.estimated_bytes, true}};
         if (!device.Lock(copies.back(), "lora", whole, ResidencyMode::kFull, ring_slots, &unused, &none))
@@ -589,14 +599,16 @@ class Planner {
     if (!component.patch_target) return overlay;
     std::vector<PatchSpec> specs;
     int64_t unread_bytes = 0, unread_rank = 0;
-    for (const LoraChoice& lora : loras_) {
-      if (!Reaches(lora, component.name)) continue;
+    for (size_t i = 0; i < loras_.size(); ++i) {
+      if (!Reaches(i, component.name)) continue;
+      const LoraChoice& lora = loras_[i];
       PatchSpec spec;
       spec.name = lora.name;
       // Text encoders have what applies from the start.
       const bool applies = lora.ActiveAt(0) || component.name == model_.pipeline->denoiser_component();
       spec.weight = applies ? lora.weight : 0;
       spec.blocks = lora.blocks;
+      spec.match = matches_[i];
       spec.handle = core_.cache->Peek(lora.request.key, "plan");
       if (!spec.handle) {
         unread_bytes += lora.request.loader.estimated_bytes;
@@ -657,6 +669,7 @@ class Planner {
   const std::shared_ptr<const latentd::Run> run_;
   const GenerateParams& params_;
   const std::vector<LoraChoice> loras_;
+  std::vector<std::shared_ptr<const PatchMatch>> matches_;  // of each; null: it is not in memory, or does not fit
   const std::vector<LockRequest> embeddings_;
   const PatchMode mode_;
   const TileChoice encode_tiles_, decode_tiles_;

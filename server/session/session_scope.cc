@@ -303,7 +303,7 @@ absl::StatusOr<std::vector<HeldLora>> SessionScope::LockLoras(const std::vector<
     held[i].handle = std::move(handles[i]);
     ASSIGN_OR_RETURN(held[i].report,
                      LayerPatcher::Match(held[i].handle.As<ModelPatch>(), held[i].name, held[i].weight,
-                                         model.patch_targets, held[i].blocks));
+                                         model.patch_targets, held[i].blocks, held[i].only));
     NoteUnusedEmbeddings(*model.pipeline, held[i].handle.As<ModelPatch>(), held[i].report);
     if (held[i].report.unmatched_count > 0) {
       spdlog::warn("lora {} session={}: {} of {} layers match nothing", held[i].name, id_,

@@ -84,13 +84,15 @@ Elapsed BenchModel::SwitchLoras(const std::vector<std::string>& files, PatchMode
   for (const std::string& file : files) requests.push_back(RequestFor(file));
   const Stopwatch watch;
   std::vector<LockHandle> handles = OrDie(host_->cache.LockAll(requests, {.owner = "session"}));
+  std::vector<PatchReport> reports;
   for (size_t i = 0; i < files.size(); ++i)
-    OrDie(LayerPatcher::Match(handles[i].As<ModelPatch>(), files[i], 1, targets_));
+    reports.push_back(OrDie(LayerPatcher::Match(handles[i].As<ModelPatch>(), files[i], 1, targets_)));
   for (const PatchTarget& target : targets_) {
     const WeightSet& weights = *weights_.at(target.component);
     std::vector<PatchSpec> specs(files.size());
     for (size_t i = 0; i < files.size(); ++i) {
       specs[i].name = files[i];
+      specs[i].match = reports[i].match;
       specs[i].handle = handles[i].Share();
       specs[i].patch = std::static_pointer_cast<const ModelPatch>(specs[i].handle.resource());
     }

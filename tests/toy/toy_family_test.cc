@@ -42,6 +42,8 @@ class ToyFamily : public testing::TestWithParam<const char*> {
                    {{absl::StrCat(name, ".proj.lora_A.weight"), at::randn({2, 4})},
                     {absl::StrCat(name, ".proj.lora_B.weight"), at::randn({4, 2})}});
     }
+    WriteTensors(absl::StrCat(root_, "/for_both.safetensors"),
+                 {{"expert.proj.lora_A.weight", at::randn({2, 4})}, {"expert.proj.lora_B.weight", at::randn({4, 2})}});
     Config config = InProcessServer::DefaultConfig({GetParam()});
     config.lora_roots = {root_};
     server_ = std::make_unique<InProcessServer>(config);
@@ -167,6 +169,33 @@ TEST_P(ToyFamily, ALoraOfOneExpertLeavesTheOtherAlone) {
   }
   EXPECT_EQ(pictures.size(), 3u);
   EXPECT_EQ(Draw(Job()).sha256, plain);
+  EXPECT_EQ(server_->WhatIsNotAtRest(), "");
+}
+
+TEST_P(ToyFamily, ALoraMayBeLimitedToAnExpert) {
+  std::set<std::vector<std::string>> pictures = {Draw(Job()).sha256};
+  for (const std::vector<std::string>& only :
+       std::vector<std::vector<std::string>>{{}, {"expert_high"}, {"expert_low"}}) {
+    v1::LoraRef lora = Lora("for_both", 1);
+    lora.mutable_only()->Assign(only.begin(), only.end());
+    const Outcome outcome = Draw(Job(), {lora});
+    ASSERT_TRUE(outcome.status.ok()) << outcome.status;
+    EXPECT_EQ(outcome.done.loras(0).matched().size(), only.empty() ? 2u : 1u);
+    EXPECT_EQ(outcome.done.loras(0).unmatched_count(), 0) << "what is left out is no stranger";
+    for (const std::string& expert : only) EXPECT_EQ(outcome.done.loras(0).matched().count(expert), 1u);
+    pictures.insert(outcome.sha256);
+    lora.mutable_only()->Clear();
+    lora.add_only("expert_high");
+    lora.add_only("expert_low");
+    if (only.empty()) EXPECT_EQ(Draw(Job(), {lora}).sha256, outcome.sha256);
+  }
+  EXPECT_EQ(pictures.size(), 4u);
+  for (const char* wrong : {"unet", "", "vision"}) {
+    v1::LoraRef lora = Lora("for_both", 1);
+    lora.add_only(wrong);
+    const absl::Status status = Draw(Job(), {lora}).status;
+    EXPECT_EQ(GetErrorDetails(status)["field"], "loras.only") << status;
+  }
   EXPECT_EQ(server_->WhatIsNotAtRest(), "");
 }
 

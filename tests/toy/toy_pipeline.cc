@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "ATen/ATen.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cache/base/error.h"
 
@@ -163,7 +164,7 @@ ToyPipeline::ToyPipeline(const std::string& folder, std::function<void(int64_t, 
     component.patch_target = PatchTarget{.component = name,
                                          .layout = layout,
                                          .key_maps = {},
-                                         .dotted_prefixes = {absl::StrCat(name, ".")},
+                                         .dotted_prefixes = {absl::StrCat(name, "."), absl::StartsWith(name, "expert") ? "expert." : "-"},
                                          .flat_prefixes = {}};
     components_.push_back(std::move(component));
   }
