@@ -5,6 +5,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cache/base/error.h"
+#include "patcher/host_gemm.h"
 
 namespace latentd {
 namespace {
@@ -66,6 +67,10 @@ absl::Status CheckComputeSetting(absl::string_view setting, const Device& device
   return MakeError(absl::StatusCode::kFailedPrecondition, "UNSUPPORTED_COMPUTE",
                    absl::StrCat("compute = ", setting, " on ", device.name(), ": ", why),
                    {{"device", device.name()}, {"compute", std::string(setting)}});
+}
+
+absl::string_view GemmName(const Device& device) {
+  return device.kind() == DeviceKind::kCuda ? "cublas" : HostGemmName(UsedHostGemm());
 }
 
 void SetTorchForGpus() {

@@ -27,6 +27,9 @@ at::ScalarType ScalarTypeOf(ComputeType type);
 // (Component::leaves_fp16), fp16 comes to fp32.
 ComputeType ComputeTypeFor(absl::string_view setting, const Device& device, bool leaves_fp16);
 
+// Whose products of matrices networks use on a device: "cublas" on GPUs, else UsedHostGemm's.
+absl::string_view GemmName(const Device& device);
+
 // Whether devices can compute in what the config asks for. Errors: FAILED_PRECONDITION UNSUPPORTED_COMPUTE.
 absl::Status CheckComputeSetting(absl::string_view setting, const Device& device);
 

@@ -90,12 +90,12 @@ absl::Status CheckOnly(const std::string& name, absl::Span<const std::string> on
                     [&](const PatchTarget& target) { return target.component == component; })) {
       continue;
     }
-    return FieldError("loras.only",
-                      absl::StrCat("of ", name, ": the model has no component '", component,
-                                   "' that LoRAs change; there are ",
-                                   absl::StrJoin(targets, ", ", [](std::string* out, const PatchTarget& target) {
-                                     *out += target.component;
-                                   })));
+    return FieldError(
+        "loras.only",
+        absl::StrCat(
+            "of ", name, ": the model has no component '", component, "' that LoRAs change; there are ",
+            absl::StrJoin(targets, ", ",
+                          [](std::string* out, const PatchTarget& target) { *out += target.component; })));
   }
   return absl::OkStatus();
 }
@@ -106,9 +106,8 @@ void NoteTensors(const ModelPatch& patch, const std::vector<MatchedLayer>& layer
   for (const auto& [index, parts] : layers) {
     for (const LayerPart& part : *parts) {
       const TensorDecl& tensor = (*target.layout)[part.weight];
-      std::erase_if(unused, [&](const std::string& path) {
-        return LiesBelow(path, target.component, tensor.name);
-      });
+      std::erase_if(unused,
+                    [&](const std::string& path) { return LiesBelow(path, target.component, tensor.name); });
       const int64_t columns = ColumnsWith(patch.layers()[index], tensor.shape);
       if (tensor.shape.size() != 2 || columns == tensor.shape[1]) continue;
       report.grown[absl::StrCat(target.component, ".", tensor.name)] = columns;
@@ -138,8 +137,8 @@ absl::StatusOr<PatchReport> LayerPatcher::Match(const ModelPatch& patch, const s
     for (const MatchedLayer& layer : layers) known[layer.layer] = true;
     const bool wanted = only.empty() || std::find(only.begin(), only.end(), target.component) != only.end();
     if (wanted && !only.empty() && layers.empty()) {
-      return FieldError("loras.only", absl::StrCat("of ", name, ": the file changes nothing of '",
-                                                   target.component, "'"));
+      return FieldError("loras.only",
+                        absl::StrCat("of ", name, ": the file changes nothing of '", target.component, "'"));
     }
     if (!wanted || layers.empty()) continue;
     NoteTensors(patch, layers, target, unused, report);

@@ -68,11 +68,11 @@ struct PatchReport {
   std::map<std::string, int64_t> grown;    // weights that get more inputs, "transformer.x.weight" → inputs
   std::vector<std::string> unmatched;      // layer names that no component has, at most kSampleKeys
   int64_t unmatched_count = 0;
-  std::vector<std::string> embeddings = {};         // textual inversions that the file brings with it
-  std::vector<std::string> unused_embeddings = {};  // filled in by who knows what the model takes
+  std::vector<std::string> embeddings = {};           // textual inversions that the file brings with it
+  std::vector<std::string> unused_embeddings = {};    // filled in by who knows what the model takes
   std::shared_ptr<const PatchMatch> match = nullptr;  // for PatchSpec
-  int64_t direct_tensors = 0;                       // filled in by Apply
-  int64_t sidecar_tensors = 0;                      // filled in by Apply
+  int64_t direct_tensors = 0;                         // filled in by Apply
+  int64_t sidecar_tensors = 0;                        // filled in by Apply
 };
 
 inline constexpr size_t kSampleKeys = 5;

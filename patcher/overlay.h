@@ -28,7 +28,8 @@ struct PatchSpec {
   std::shared_ptr<const ModelPatch> patch;
   double weight = 1;
   BlockWeights blocks = {};  // factors on the weight
-  std::shared_ptr<const PatchMatch> match = nullptr;  // LayerPatcher::Match's; null: matched when it is applied
+  std::shared_ptr<const PatchMatch> match =
+      nullptr;  // LayerPatcher::Match's; null: matched when it is applied
   LockHandle handle;
   DeviceLock residency;  // set by LockPatch(); keeps `patch` where it is
 };

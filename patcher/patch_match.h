@@ -17,7 +17,7 @@
 namespace latentd {
 
 struct MatchedLayer {
-  size_t layer = 0;  // of ModelPatch::layers()
+  size_t layer = 0;                                     // of ModelPatch::layers()
   std::shared_ptr<const std::vector<LayerPart>> parts;  // of it, at least one
 };
 

@@ -4,6 +4,7 @@
 #include "cache/base/error.h"
 #include "cache/base/fault_injection.h"
 #include "cache/weights/weight_stream.h"
+#include "patcher/host_gemm.h"
 #include "patcher/overlay.h"
 
 namespace latentd {
@@ -98,11 +99,11 @@ const Sidecar* WeightView::Beside(Slot slot) const {
 }
 
 at::Tensor WeightView::Linear(Slot weight, Slot bias, const at::Tensor& x) const {
-  at::Tensor y =
-      bias ? at::linear(x, ComputeWeight(weight), (*this)(bias)) : at::linear(x, ComputeWeight(weight));
+  const std::optional<at::Tensor> added = bias ? std::make_optional((*this)(bias)) : std::nullopt;
+  at::Tensor y = HostLinear(x, ComputeWeight(weight), added);
   if (const Sidecar* sidecar = Beside(weight)) {
-    y.view({-1, y.size(-1)})
-        .addmm_(at::linear(x, sidecar->down).view({-1, sidecar->down.size(0)}), sidecar->up.t());
+    at::Tensor rows = y.view({-1, y.size(-1)});
+    HostAddProduct(rows, HostLinear(x, sidecar->down).view({-1, sidecar->down.size(0)}), sidecar->up);
   }
   return y;
 }

@@ -55,6 +55,7 @@ struct Config {
   absl::Duration keep_alive = absl::InfiniteDuration();
   std::string residency = "auto";
   std::string compute = "auto";
+  std::string cpu_gemm = "auto";
   int64_t ring_blocks = 2;
   std::string state_dir = "auto";
 

@@ -1,5 +1,6 @@
 #include "server/server_core.h"
 #include "families/compute_type.h"
+#include "patcher/host_gemm.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -133,6 +134,9 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& confi
                                                     : std::max(1, cores / static_cast<int>(devices.size()));
   const AgeingPolicy ageing{.level = config.priority_ageing,
                             .max_priority = static_cast<int>(config.max_priority)};
+  SetHostGemm(config.cpu_gemm == "mkl"      ? HostGemm::kMkl
+              : config.cpu_gemm == "onednn" ? HostGemm::kOneDnn
+                                            : BestHostGemm());
   for (Device* device : devices) {
     RETURN_IF_ERROR(CheckComputeSetting(config.compute, *device));
     if (device->kind() == DeviceKind::kCuda) SetTorchForGpus();

@@ -5,6 +5,7 @@
 #include "ATen/ATen.h"
 #include "ATen/Parallel.h"
 #include "families/nn/conv_kernels.h"
+#include "patcher/host_gemm.h"
 
 namespace latentd {
 namespace {
@@ -90,7 +91,7 @@ at::Tensor WinogradConv3x3(const at::Tensor& x, const at::Tensor& weight, const 
       }
       const at::Tensor a = inputs.narrow(0, 0, kSpectra * tiles * in).view({kSpectra, tiles, in});
       at::Tensor c = products.narrow(0, 0, kSpectra * tiles * columns).view({kSpectra, tiles, columns});
-      at::bmm_out(c, a, b.transpose(1, 2));
+      HostProducts(c, a, b);
       at::parallel_for(0, tiles, 4, [&](int64_t begin, int64_t end) {
         WinogradOutputKernel(m + begin * columns, tiles * columns, offsets + column, grid, columns,
                              tile + begin, end - begin, result + column, out);
@@ -112,7 +113,7 @@ at::Tensor WindowsConv3x3(const at::Tensor& x, const at::Tensor& weight, const a
   at::parallel_for(0, places, 4, [&](int64_t begin, int64_t end) {
     WindowsKernel(input, height, width, in, stride, begin, end - begin, to + begin * in * 9);
   });
-  const at::Tensor y = at::linear(rows, weight.view({out, in * 9}), bias);
+  const at::Tensor y = HostLinear(rows, weight.view({out, in * 9}), bias);
   return y.view({x.size(0), out_height, out_width, out}).permute({0, 3, 1, 2});
 }
 

@@ -9,6 +9,7 @@
 #include "ATen/Parallel.h"
 #include "families/nn/host_conv.h"
 #include "families/nn/kernels.h"
+#include "patcher/host_gemm.h"
 #include "patcher/overlay.h"
 
 namespace latentd {
@@ -44,7 +45,7 @@ at::Tensor Convolve(const WeightView& w, const at::Tensor& x, const at::Tensor& 
   if (own && side == 1 && stride == 1 && padding == 0) {
     // A product of matrices, without the library's copies of both.
     const at::Tensor places = x.permute({0, 2, 3, 1});
-    return at::linear(places, kernel.view({out, in}), given).permute({0, 3, 1, 2});
+    return HostLinear(places, kernel.view({out, in}), given).permute({0, 3, 1, 2});
   }
   const HostConvShape shape{x.size(0), in, out, x.size(2), x.size(3), stride};
   const HostConvWay way = own && side == 3 && padding == 1 ? ChooseHostConv(shape) : HostConvWay::kLibrary;
@@ -62,7 +63,8 @@ void AddPlaceByPlace(at::Tensor& y, const at::Tensor& inner, const at::Tensor& u
     y.add_(at::conv2d(inner, up.view({up.size(0), up.size(1), 1, 1})));
     return;
   }
-  rows.view({-1, up.size(0)}).addmm_(inner.permute({0, 2, 3, 1}).reshape({-1, up.size(1)}), up.t());
+  at::Tensor flat = rows.view({-1, up.size(0)});
+  HostAddProduct(flat, inner.permute({0, 2, 3, 1}).reshape({-1, up.size(1)}), up);
 }
 
 }  // namespace

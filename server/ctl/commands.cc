@@ -479,6 +479,7 @@ absl::Status RunInfo(const GlobalOptions& global) {
          absl::StrCat(
              Printable(device.name()), ", ", device.threads(), " threads",
              device.compute().empty() ? "" : absl::StrCat(", ", Printable(device.compute())),
+             device.gemm().empty() ? "" : absl::StrCat(" by ", Printable(device.gemm())),
              device.memory_bytes() > 0 ? absl::StrCat(", ", HumanBytes(device.memory_bytes())) : "")});
   }
   const v1::Limits& limits = info.limits();

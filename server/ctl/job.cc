@@ -151,8 +151,9 @@ void AddInputFlags(CLI::App& app, JobOptions& options) {
 
 void AddJobFlags(CLI::App& app, JobOptions& options) {
   app.add_option("-m,--model", options.model, "Model; the server's default when left out");
-  app.add_option("-l,--lora", options.loras,
-                 "LoRA as NAME[:WEIGHT][@START-END][,PATH=FACTOR…][,only=COMPONENT…]; may be given several times")
+  app.add_option(
+         "-l,--lora", options.loras,
+         "LoRA as NAME[:WEIGHT][@START-END][,PATH=FACTOR…][,only=COMPONENT…]; may be given several times")
       ->allow_extra_args(false);
   app.add_option("--patch-mode", options.patch_mode, "How LoRAs are applied")
       ->check(CLI::IsMember({"auto", "direct", "sidecar"}));

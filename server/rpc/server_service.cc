@@ -34,6 +34,7 @@ grpc::ServerUnaryReactor* ServerServiceImpl::GetServerInfo(grpc::CallbackServerC
       v1::DeviceInfo& out = *response->add_devices();
       out.set_name(device.name());
       out.set_kind(std::string(DeviceKindName(device.kind())));
+      out.set_gemm(std::string(GemmName(device)));
       out.set_compute(
           std::string(ComputeTypeName(ComputeTypeFor(core_->config.compute, device, /*leaves_fp16=*/false))));
       out.set_memory_bytes(device.uses_host_memory() ? 0 : device.budget().stats().cap_bytes);

@@ -151,7 +151,7 @@ absl::Status Job::Prepare() {
     const std::string denoiser = pipeline.denoiser_component();
     record_->set_compute(
         absl::StrCat(ComputeTypeName(core_->ComputeOf(device, setup_.model->component(denoiser))), " on ",
-                     device.kind() == DeviceKind::kCuda ? "cuda" : "cpu"));
+                     device.kind() == DeviceKind::kCuda ? "cuda" : "cpu", ", ", GemmName(device)));
   }
   return AcquirePhase();
 }
@@ -208,6 +208,7 @@ bool Job::TakeCachedConditioning() {
   report.set_component(component);
   report.set_cached(true);
   const Device& device = core_->PlaceEncoder(*setup_.model, component, *home_.load()).device();
+  report.set_gemm(std::string(GemmName(device)));
   report.set_compute(
       std::string(ComputeTypeName(core_->ComputeOf(device, setup_.model->component(component)))));
   phase_reports_.push_back(std::move(report));

@@ -377,6 +377,7 @@ absl::Status PhaseResources::TryAcquire(Patience patience, std::vector<PatchRepo
   report_.set_component(component_.name);
   report_.set_device(setup_.device->name());
   report_.set_compute(std::string(ComputeTypeName(compute_)));
+  report_.set_gemm(std::string(GemmName(*setup_.device)));
   report_.set_working_bytes(promised);
   report_.set_tiled(options_.tile != 0);
   report_.set_tile(static_cast<int>(options_.tile));

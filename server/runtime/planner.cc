@@ -669,7 +669,8 @@ class Planner {
   const std::shared_ptr<const latentd::Run> run_;
   const GenerateParams& params_;
   const std::vector<LoraChoice> loras_;
-  std::vector<std::shared_ptr<const PatchMatch>> matches_;  // of each; null: it is not in memory, or does not fit
+  std::vector<std::shared_ptr<const PatchMatch>>
+      matches_;  // of each; null: it is not in memory, or does not fit
   const std::vector<LockRequest> embeddings_;
   const PatchMode mode_;
   const TileChoice encode_tiles_, decode_tiles_;

@@ -57,9 +57,10 @@ namespace {
 // The commands on standard input, and the words that each has behind it at least.
 const std::map<std::string, size_t>& KnownCommands() {
   static const auto* const commands = new std::map<std::string, size_t>{
-      {"begin", 3},    {"call", 2}, {"close", 1},   {"copy-weights", 2}, {"inputs", 2},  {"latents", 1},
-      {"load", 1},     {"lora", 2}, {"no-lora", 1}, {"noop", 2},         {"open", 3},    {"open-unet", 2},
-      {"open-vae", 2}, {"peak", 0}, {"result", 2}, {"slice", 1},  {"step", 2},         {"threads", 1}, {"to-device", 3}};
+      {"begin", 3},   {"call", 2},      {"close", 1},    {"copy-weights", 2}, {"inputs", 2},
+      {"latents", 1}, {"load", 1},      {"lora", 2},     {"no-lora", 1},      {"noop", 2},
+      {"open", 3},    {"open-unet", 2}, {"open-vae", 2}, {"peak", 0},         {"result", 2},
+      {"slice", 1},   {"step", 2},      {"threads", 1},  {"to-device", 3}};
   return *commands;
 }
 

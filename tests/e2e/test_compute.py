@@ -47,6 +47,20 @@ def test_bf16_by_the_config_gives_nearly_the_picture_again_and_again(start, tmp_
     low.expect_all_released()
 
 
+def test_whose_products_a_cpu_uses_is_said_and_kept(start):
+    """Pictures of the two libraries differ by rounding, those of one not at all."""
+    pictures = {}
+    for gemm in ("mkl", "onednn"):
+        daemon = start("--cpu-gemm", gemm)
+        assert [d.gemm for d in daemon.server.GetServerInfo(server_pb2.GetServerInfoRequest()).devices] == [gemm]
+        run = daemon.generate(steps=2, seed=3, lora=("dusk:0.8",))
+        assert {phase.gemm for phase in run.done.phases} == {gemm}
+        assert daemon.generate(steps=2, seed=3, lora=("dusk:0.8",)).sha256 == run.sha256
+        pictures[gemm] = pixels(run)
+        daemon.expect_all_released()
+    assert abs(pictures["mkl"] - pictures["onednn"]).max() <= 1
+
+
 @pytest.mark.parametrize("compute", ["fp16"] + ([] if HAS_BF16 else ["bf16"]))
 def test_what_a_cpu_cannot_do_is_an_error_at_the_start(tmp_path, compute):
     run = subprocess.run([BIN / "latentd", "--compute", compute, "--devices", "cpu", "--listen", f"unix:{tmp_path}/d.sock"],

@@ -42,8 +42,9 @@ class ToyFamily : public testing::TestWithParam<const char*> {
                    {{absl::StrCat(name, ".proj.lora_A.weight"), at::randn({2, 4})},
                     {absl::StrCat(name, ".proj.lora_B.weight"), at::randn({4, 2})}});
     }
-    WriteTensors(absl::StrCat(root_, "/for_both.safetensors"),
-                 {{"expert.proj.lora_A.weight", at::randn({2, 4})}, {"expert.proj.lora_B.weight", at::randn({4, 2})}});
+    WriteTensors(
+        absl::StrCat(root_, "/for_both.safetensors"),
+        {{"expert.proj.lora_A.weight", at::randn({2, 4})}, {"expert.proj.lora_B.weight", at::randn({4, 2})}});
     Config config = InProcessServer::DefaultConfig({GetParam()});
     config.lora_roots = {root_};
     server_ = std::make_unique<InProcessServer>(config);
@@ -187,7 +188,9 @@ TEST_P(ToyFamily, ALoraMayBeLimitedToAnExpert) {
     lora.mutable_only()->Clear();
     lora.add_only("expert_high");
     lora.add_only("expert_low");
-    if (only.empty()) EXPECT_EQ(Draw(Job(), {lora}).sha256, outcome.sha256);
+    if (only.empty()) {
+      EXPECT_EQ(Draw(Job(), {lora}).sha256, outcome.sha256);
+    }
   }
   EXPECT_EQ(pictures.size(), 4u);
   for (const char* wrong : {"unet", "", "vision"}) {

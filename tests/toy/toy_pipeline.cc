@@ -161,11 +161,12 @@ ToyPipeline::ToyPipeline(const std::string& folder, std::function<void(int64_t, 
     component.name = name;
     component.layout = layout;
     component.files = *WeightFiles::Open(absl::StrCat(folder, "/", name, ".safetensors"));
-    component.patch_target = PatchTarget{.component = name,
-                                         .layout = layout,
-                                         .key_maps = {},
-                                         .dotted_prefixes = {absl::StrCat(name, "."), absl::StartsWith(name, "expert") ? "expert." : "-"},
-                                         .flat_prefixes = {}};
+    component.patch_target = PatchTarget{
+        .component = name,
+        .layout = layout,
+        .key_maps = {},
+        .dotted_prefixes = {absl::StrCat(name, "."), absl::StartsWith(name, "expert") ? "expert." : "-"},
+        .flat_prefixes = {}};
     components_.push_back(std::move(component));
   }
 }
