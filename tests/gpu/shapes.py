@@ -49,8 +49,7 @@ def main(out: Path) -> None:
     sd15, sdxl = GOLDENS / "tiny-sd15", GOLDENS / "tiny-sdxl"
     models = {
         "FLUX.1-dev": {"small": "deploy/demo/models/shapes-flux", "side": 1024, "networks": {
-            "transformer": network(diffusers.FluxTransformer2DModel, FLUX.config(DEMO / "transformer" if not
-                                   (DEMO / "transformer/config.json").exists() else DEMO)),
+            "transformer": network(diffusers.FluxTransformer2DModel, FLUX.config(DEMO)),
             "vae": vae(FLUX_VAE, DEMO)}},
         "SDXL": {"small": "goldens/tiny-sdxl", "side": 1024, "networks": {
             "unet": network(unet, fit(SDXL, sdxl)), "vae": vae(VAE, sdxl)}},
