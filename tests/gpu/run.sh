@@ -33,7 +33,7 @@ copy_programs() {
   for file in latentd latentctl latentd_cuda.so latentd_sentencepiece.so; do
     [ ! -e "$build/bin/$file" ] || strip -o "$1/bin/$file" "$build/bin/$file"
   done
-  for file in golden_test cache_cuda_device_test latentd_bench lock_bench; do
+  for file in golden_test cache_cuda_device_test lock_bench; do
     [ ! -e "$build/tests/$file" ] || strip -o "$1/tests/$file" "$build/tests/$file"
   done
   [ -e "$1/bin/latentd" ] || { say "build latentd first: deploy/build.sh release"; return 1; }
@@ -52,11 +52,12 @@ copy_data() {
   mkdir -p "$1/goldens" "$1/deploy/demo"
   cp -r "$tree/deploy/demo/models" "$tree/deploy/demo/loras" "$1/deploy/demo/"
   local name
-  for name in cases noise-schedules schedulers sd-schedulers text vae tiny-dev tiny-schnell tiny-bf16 tiny-control \
-      tiny-sd15 tiny-sd15-inpaint tiny-sd15-lcm tiny-sdxl tiny-refiner layers loras embeddings; do
+  for name in cases noise-schedules schedulers sd-schedulers text vae tiny-dev tiny-schnell tiny-bf16 \
+      tiny-sd15 tiny-sd15-inpaint tiny-sd15-lcm tiny-sdxl tiny-refiner; do
     [ ! -e "$goldens/$name" ] || cp -r "$goldens/$name" "$1/goldens/"
   done
-  cp "$here"/*.py "$1/"
+  # Of tests that are not run there.
+  rm -f "$1"/goldens/cases/{transformer-wide,sd-schedulers,vae-tiled,demo-}*.safetensors "$1"/goldens/cases/{prompts-,sampler-}*.safetensors
 }
 
 pack_all() {
@@ -77,7 +78,7 @@ pack_all() {
   cp "$here/run.sh" "$here/there.py" "$pack/"
   local bytes
   bytes="$(du -sb "$pack" | cut -f1)"
-  say "packed: $pack, $((bytes >> 20)) MiB"
+  say "packed: ${pack#"$tree/"}, $((bytes >> 20)) MiB"
   [ "$bytes" -le "$limit_bytes" ] || { say "more than $((limit_bytes >> 20)) MiB"; return 1; }
 }
 
