@@ -53,7 +53,7 @@ copy_data() {
   cp -r "$tree/deploy/demo/models" "$tree/deploy/demo/loras" "$1/deploy/demo/"
   local name
   for name in cases noise-schedules schedulers sd-schedulers text vae tiny-dev tiny-schnell tiny-bf16 \
-      tiny-sd15 tiny-sd15-inpaint tiny-sd15-lcm tiny-sdxl tiny-refiner; do
+      tiny-sd15 tiny-sd15-inpaint tiny-sd15-lcm tiny-sdxl tiny-sdxl-inpaint; do
     [ ! -e "$goldens/$name" ] || cp -r "$goldens/$name" "$1/goldens/"
   done
   # Of tests that are not run there.
@@ -133,7 +133,7 @@ inside_empty_root() {
   bind "$pack" /pack
   bind "$tree/build" /out
   env -i PATH=/usr/bin HOME=/tmp TMPDIR=/tmp OUT=/out PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=/site LD_LIBRARY_PATH=/python-lib \
-    chroot "$root" /usr/bin/python3 /pack/there.py /pack/pack.tar.xz
+    /usr/sbin/chroot "$root" /usr/bin/python3 /pack/there.py /pack/pack.tar.xz
 }
 
 case "${1:-}" in
