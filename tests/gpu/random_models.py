@@ -17,15 +17,18 @@ BLOCK = 1 << 20          # numbers
 ONE, ZERO = 0x3F80, 0    # bf16
 
 
-def noise(shift: int, _made: dict[int, bytes] = {}) -> bytes:
+_NOISE: dict[int, bytes] = {}
+
+
+def noise(shift: int) -> bytes:
     """Numbers of both signs whose root mean square is 0.29 · 2⁻ˢʰⁱᶠᵗ."""
-    if 0 not in _made:
+    if 0 not in _NOISE:
         rng = random.Random(1)
-        _made[0] = array.array("H", ((rng.getrandbits(1) << 15) | (rng.randint(118, 126) << 7) | rng.getrandbits(7)
-                                     for _ in range(BLOCK))).tobytes()
-    if shift not in _made:
-        _made[shift] = array.array("H", (v - (shift << 7) for v in array.array("H", _made[0]))).tobytes()
-    return _made[shift]
+        _NOISE[0] = array.array("H", ((rng.getrandbits(1) << 15) | (rng.randint(118, 126) << 7) | rng.getrandbits(7)
+                                      for _ in range(BLOCK))).tobytes()
+    if shift not in _NOISE:
+        _NOISE[shift] = array.array("H", (v - (shift << 7) for v in array.array("H", _NOISE[0]))).tobytes()
+    return _NOISE[shift]
 
 
 def write_weights(file: Path, sizes: dict[str, list[int]], until: float = float("inf")) -> int:
@@ -75,12 +78,12 @@ def write_lora(file: Path, what: dict, rank: int) -> int:
 
 
 def place(needed: int, otherwise: Path) -> Path:
-    """Where so many bytes are written fastest: memory, where it has room for them three times over."""
+    """Where so many bytes are written fastest: memory, where it has room for them again and again."""
     shared = Path("/dev/shm")
     try:
         room = shutil.disk_usage(shared).free
         free = int(next(line for line in open("/proc/meminfo") if line.startswith("MemAvailable")).split()[1]) << 10
-        if room > 1.1 * needed and free > 3 * needed and os.access(shared, os.W_OK):
+        if room > 1.1 * needed and free > 2.5 * needed and os.access(shared, os.W_OK):
             return shared
     except (OSError, StopIteration):
         pass

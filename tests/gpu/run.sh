@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One command for a machine with a GPU; tests/gpu/README.md says what it does.
-#   tests/gpu/run.sh pack              packs what was built into build/gpu-pack
+#   tests/gpu/run.sh pack              builds, and packs what is needed there into build/gpu-pack
 #   tests/gpu/run.sh there             runs the pack on this machine, with its own PyTorch; ten minutes at most
 #   tests/gpu/run.sh here-empty-root   the same in an empty root folder, on the CPU
 set -euo pipefail
@@ -27,6 +27,11 @@ is_foreign() {
   [[ "$1" == */site-packages/* ]]
 }
 
+# What is packed is what the sources say. A build folder of somebody else's is taken as it is.
+build_programs() {
+  [ -n "${LATENTD_BUILD:-}" ] || "$tree/deploy/build.sh" release latentd latentctl latentd_cuda golden_test cache_cuda_device_test lock_bench
+}
+
 copy_programs() {
   mkdir -p "$1/bin" "$1/tests"
   local file
@@ -38,7 +43,7 @@ copy_programs() {
   for file in golden_test cache_cuda_device_test lock_bench; do
     [ ! -e "$build/tests/$file" ] || strip -o "$1/tests/$file" "$build/tests/$file"
   done
-  [ -e "$1/bin/latentd" ] || { say "build latentd first: deploy/build.sh release"; return 1; }
+  [ -e "$1/bin/latentd" ] || { say "there is no latentd in $build/bin"; return 1; }
 }
 
 copy_libraries() {
@@ -84,6 +89,7 @@ pack_all() {
   # Expanded now: the variable is gone when the shell ends.
   # shellcheck disable=SC2064
   trap "rm -rf '$work'" EXIT
+  build_programs
   copy_programs "$work"
   copy_libraries "$work"
   copy_data "$work"
@@ -145,12 +151,11 @@ bind_shell() {
 
 # PyTorch, and the packages that come with transformers, which the machine has, too.
 bind_torch() {
-  local site="$1" name
-  for name in torch torchgen functorch triton nvidia numpy numpy.libs sympy mpmath networkx jinja2 markupsafe filelock fsspec \
+  local site="$1" package name
+  for package in torch torchgen functorch triton nvidia numpy numpy.libs sympy mpmath networkx jinja2 markupsafe filelock fsspec \
       typing_extensions.py transformers tokenizers safetensors huggingface_hub hf_xet regex tqdm packaging yaml requests urllib3 idna \
       certifi charset_normalizer httpx2 httpcore2 httpx httpcore h11 anyio sniffio truststore PIL pillow pillow.libs PyYAML pyyaml; do
-    # shellcheck disable=SC2086
-    for name in "$site"/$name "$site"/${name%.py}-[0-9]*.dist-info; do [ ! -e "$name" ] || bind "$name" "/site/$(basename "$name")"; done
+    for name in "$site/$package" "$site/${package%.py}"-[0-9]*.dist-info; do [ ! -e "$name" ] || bind "$name" "/site/$(basename "$name")"; done
   done
 }
 
