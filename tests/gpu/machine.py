@@ -73,7 +73,7 @@ class Machine:
         C++ program anywhere."""
         own = {"linux-vdso", "ld-linux-x86-64", "libc", "libm", "libdl", "librt", "libpthread", "libutil", "libresolv", "libstdc++", "libgcc_s"}
         counts, strange = {"pack": 0, "PyTorch": 0, "machine": 0}, set()
-        for program in [*(self.root / "bin").glob("latent*[!o]"), *(self.root / "tests").iterdir()]:
+        for program in [self.root / "bin/latentd", self.root / "bin/latentctl", *(self.root / "tests").iterdir()]:
             listed = subprocess.run([program], env=self.environment | {"LD_TRACE_LOADED_OBJECTS": "1"}, capture_output=True,
                                     text=True, timeout=30).stdout
             for name, _, path in (line.strip().partition(" => ") for line in listed.splitlines()):

@@ -70,7 +70,7 @@ def device_tests(m: Machine, r: Report) -> None:
 
 RUNS = "All/FluxRunGolden.*:All/SdRunGolden.*:SdLoraGolden.*"
 PARTS_OF_NETWORKS = ("All/FluxTransformerGolden.*:All/UNetGolden.*:All/VaeGolden.*:All/T5Golden.*:All/ClipGolden.*:"
-                     "All/LoraGolden.*:*SamplersGolden*")
+                     "All/LoraGolden.*")
 
 
 def goldens(m: Machine, r: Report) -> None:
