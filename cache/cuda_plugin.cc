@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <string>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cache/base/error.h"
 #include "cache/base/fault_injection.h"
@@ -96,6 +97,20 @@ absl::StatusOr<std::unique_ptr<Device>> MakeCudaDevice(int index, int64_t cap_by
   (*api)->make_device({.index = index, .cap_bytes = cap_bytes, .ram = ram, .maybe_fail = MaybeFail}, &reply);
   RETURN_IF_ERROR(reply.status);
   return std::move(reply.device);
+}
+
+CudaGpus ListCudaGpus() {
+  CudaGpus gpus;
+  if (CudaDeviceCount() > 0) {
+    (*LoadCudaPlugin())->device_uuids(&gpus.uuids);
+    return gpus;
+  }
+  // Whoever makes a device knows best why it cannot be made.
+  RamBudget ram(0);
+  const std::string missing(MakeCudaDevice(0, 0, &ram).status().message());
+  constexpr absl::string_view kFirst = "cuda:0: ";
+  gpus.missing = absl::StartsWith(missing, kFirst) ? missing.substr(kFirst.size()) : missing;
+  return gpus;
 }
 
 int CudaDeviceCount() {

@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "cache/cuda/cuda_device.h"
 #include "cache/device.h"
+#include "cache/device_choice.h"
 #include "cache/memory_budget.h"
 
 namespace latentd {
@@ -28,6 +29,9 @@ absl::StatusOr<std::unique_ptr<Device>> MakeCudaDevice(int index, int64_t cap_by
 
 // How many cuda devices there are: cuda:0 … cuda:N−1. 0 where there is no driver or no plug-in.
 int CudaDeviceCount();
+
+// The same with their UUIDs, or why there is none.
+CudaGpus ListCudaGpus();
 
 // The plug-in itself, with or without a driver. Errors: UNAVAILABLE DEVICE_NOT_FOUND.
 absl::StatusOr<const CudaPluginApi*> LoadCudaPlugin();

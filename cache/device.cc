@@ -298,7 +298,7 @@ absl::StatusOr<int64_t> ParseBytes(absl::string_view text) {
 
 namespace {
 
-constexpr char kSpellings[] = "write cpu, sim:0=8GiB, sim:0=8GiB,bandwidth=2GiB or cuda:0";
+constexpr char kSpellings[] = "write cpu, sim:0=8GiB, sim:0=8GiB,bandwidth=2GiB, cuda:0 or cuda:GPU-UUID";
 
 absl::Status BadSpec(absl::string_view spec, absl::string_view why) {
   return absl::InvalidArgumentError(absl::StrCat("device '", spec, "' ", why, "; ", kSpellings));
@@ -349,10 +349,15 @@ absl::StatusOr<std::unique_ptr<Device>> MakeDevice(absl::string_view spec, RamBu
         absl::StrSplit(rest, absl::MaxSplits('=', 1));
     int index = 0;
     int64_t cap = 0;
-    if (!absl::SimpleAtoi(parts.first, &index) || index < 0) return BadSpec(spec, "has no number");
+    const bool by_uuid = IsGpuUuid(parts.first);
+    if (!by_uuid && (!absl::SimpleAtoi(parts.first, &index) || index < 0))
+      return BadSpec(spec, "has no number");
     if (absl::StrContains(rest, '=')) {
       ASSIGN_OR_RETURN(cap, ParseBytes(parts.second));
       if (cap <= 0) return BadSpec(spec, "has no size");
+    }
+    if (by_uuid) {
+      ASSIGN_OR_RETURN(index, FindGpu(parts.first, ListCudaGpus()));
     }
     return MakeCudaDevice(index, cap, ram);
   }

@@ -156,10 +156,10 @@ class SimDevice : public Device {
 };
 
 // "cpu", "sim:0=8GiB", "sim:1=8GiB,bandwidth=2GiB" → a device. Further keys of a sim, for tests:
-// fail_allocation, fail_copy, lose_after (see SimDevice::Options). "cuda:0" and "cuda:0=20GiB" load the
-// plug-in; the size is a cap, by default what the device has. `ram` is the budget of `cpu`, and of pinned
-// staging memory. Errors: INVALID_ARGUMENT with the spelling that is understood; UNAVAILABLE DEVICE_NOT_FOUND
-// for a cuda device that is not there.
+// fail_allocation, fail_copy, lose_after (see SimDevice::Options). "cuda:0", "cuda:0=20GiB" and
+// "cuda:GPU-5a0e…=20GiB" (a UUID, or how it begins) load the plug-in; the size is a cap, by default what the
+// device has. `ram` is the budget of `cpu`, and of pinned staging memory. Errors: INVALID_ARGUMENT with the
+// spelling that is understood; UNAVAILABLE DEVICE_NOT_FOUND for a cuda device that is not there.
 absl::StatusOr<std::unique_ptr<Device>> MakeDevice(absl::string_view spec, RamBudget* ram);
 
 // "8GiB", "512MB", "1000000" → bytes. Errors: INVALID_ARGUMENT.

@@ -43,12 +43,13 @@ TEST(Device, SpecsThatMakeNoSenseAreRefusedWithTheSpelling) {
 
 TEST(Device, CudaSpecsAreReadAndADeviceThatIsNotThereIsAnError) {
   RamBudget ram(100);
-  for (const char* bad :
-       {"cuda:", "cuda:x", "cuda:-1", "cuda:0=", "cuda:0=much", "cuda:0=0", "cuda=1GiB", "cuda0"}) {
+  for (const char* bad : {"cuda:", "cuda:x", "cuda:-1", "cuda:0=", "cuda:0=much", "cuda:0=0", "cuda=1GiB",
+                          "cuda0", "cuda:GPU-5a=much", "cuda:gpu"}) {
     EXPECT_EQ(MakeDevice(bad, &ram).status().code(), absl::StatusCode::kInvalidArgument) << bad;
   }
   const int count = CudaDeviceCount();
-  for (const std::string& spec : {std::string("cuda:999"), absl::StrCat("cuda:", count, "=1GiB")}) {
+  for (const std::string& spec :
+       {std::string("cuda:999"), absl::StrCat("cuda:", count, "=1GiB"), std::string("cuda:GPU-no-such")}) {
     const absl::Status status = MakeDevice(spec, &ram).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << spec;
     EXPECT_EQ(ErrorReason(status), "DEVICE_NOT_FOUND") << spec;

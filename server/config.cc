@@ -20,6 +20,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/strip.h"
 #include "cache/base/error.h"
+#include "cache/cuda_plugin.h"
 #include "cache/device.h"
 #include "cache/memory_budget.h"
 #include "server/version.h"
@@ -69,10 +70,11 @@ const std::vector<ConfigKey>& Table() {
       {"reflection", &Config::reflection, "Answer gRPC reflection, which grpcurl needs."},
       {"health", &Config::health, "Answer grpc.health.v1."},
       {"devices", &Config::devices,
-       "Where jobs run. auto: all GPUs, or the CPU where there is none; cpu; cuda:N, or cuda:N=SIZE with a "
-       "cap; or sim:N=SIZE for a pretended device with "
-       "memory "
-       "of its own, to which copies may have a bandwidth: sim:N=SIZE,bandwidth=SIZE (per second)."},
+       "Where jobs run. auto: every GPU, else the CPU. Or named: cpu; cuda:N or cuda:UUID (nvidia-smi -L "
+       "shows "
+       "it; its beginning will do), with =SIZE behind it to cap it; or sim:N=SIZE for a pretended device "
+       "with "
+       "memory of its own, to which copies may have a bandwidth: sim:N=SIZE,bandwidth=SIZE (per second)."},
       {"threads_per_device", &Config::threads_per_device, "Threads that compute; auto: cores / devices.",
        Unit::kNone, 1, 1024, true},
       {"loader_threads", &Config::loader_threads, "Threads that read weight files.", Unit::kNone, 1, 64},
@@ -450,15 +452,13 @@ absl::Status CheckListen(const Config& config) {
   return absl::OkStatus();
 }
 
-bool IsAuto(const std::vector<std::string>& devices) { return devices == std::vector<std::string>{"auto"}; }
-
 absl::Status CheckDevices(const Config& config) {
   if (config.devices.empty()) return Invalid("devices", "names no device");
-  if (IsAuto(config.devices)) return absl::OkStatus();
+  const auto choice = ConfiguredDevices(config);
+  if (!choice.ok()) return Invalid("devices", choice.status().message());
   RamBudget ram(0);
   std::set<std::string> seen;
-  for (const std::string& spec : config.devices) {
-    if (spec == "auto") return Invalid("devices", "'auto' stands alone");
+  for (const std::string& spec : choice->specs) {
     auto device = MakeDevice(spec, &ram);
     if (!device.ok()) return Invalid("devices", device.status().message());
     if (!seen.insert((*device)->name()).second) {
@@ -523,6 +523,10 @@ absl::StatusOr<Config> ReadConfig(const std::string& file, const std::map<std::s
 }
 
 }  // namespace
+
+absl::StatusOr<DeviceChoice> ConfiguredDevices(const Config& config) {
+  return ChooseDevices(config.devices, WantsAutoDevices(config.devices) ? ListCudaGpus() : CudaGpus{});
+}
 
 int64_t MaxConnectionsPerPeer(const Config& config) {
   if (config.max_connections_per_peer > 0) return config.max_connections_per_peer;
@@ -660,14 +664,6 @@ DaemonCommand ParseDaemonCommandLine(int argc, const char* const* argv, std::ost
   if (check && !print) out << "the configuration is valid\n";
   command.exit = print || check;
   return command;
-}
-
-std::vector<std::string> ResolveDevices(const std::vector<std::string>& devices, int gpus) {
-  if (!IsAuto(devices)) return devices;
-  if (gpus == 0) return {"cpu"};
-  std::vector<std::string> all;
-  for (int i = 0; i < gpus; ++i) all.push_back(absl::StrCat("cuda:", i));
-  return all;
 }
 
 }  // namespace latentd

@@ -18,9 +18,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "cache/device_choice.h"
 #include "server/rpc/address.h"
 
 namespace latentd {
@@ -112,16 +114,15 @@ struct ConfigKey {
 int64_t MaxConnectionsPerPeer(const Config& config);
 int64_t MaxStreamsPerConnection(const Config& config);
 
+// What `devices` means on this machine; lists the GPUs where it says auto. Errors: INVALID_ARGUMENT.
+absl::StatusOr<DeviceChoice> ConfiguredDevices(const Config& config);
+
 // All keys, in the order in which they are shown.
 absl::Span<const ConfigKey> ConfigKeys();
 
 // Puts the keys of a TOML text into `config`. `file` is for messages. Errors: INVALID_ARGUMENT INVALID_CONFIG
 // naming file, line and key; nothing is set then.
 absl::Status ApplyToml(absl::string_view text, const std::string& file, Config& config);
-
-// What `devices` comes to on a machine with so many GPUs: "auto" is each of them, or the CPU where there is
-// none.
-std::vector<std::string> ResolveDevices(const std::vector<std::string>& devices, int gpus);
 
 // Checks what a single key cannot: addresses, devices, folders, limits that belong together. Errors:
 // INVALID_ARGUMENT INVALID_CONFIG naming the key.

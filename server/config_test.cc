@@ -130,6 +130,19 @@ TEST(ConfigValidation, DevicesAreSpelledOutAndStandOnce) {
   EXPECT_THAT(std::string(ValidateConfig(config).message()), StartsWith("devices: "));
 }
 
+TEST(ConfigValidation, DevicesAreChosenByDefaultAndAutoStandsAlone) {
+  EXPECT_THAT(Config().devices, ElementsAre("auto"));
+  EXPECT_TRUE(ValidateConfig(Config()).ok());
+  const auto chosen = ConfiguredDevices(Config());
+  ASSERT_TRUE(chosen.ok());
+  EXPECT_THAT(chosen->reason, StartsWith("auto: "));
+  Config config;
+  config.devices = {"auto", "cpu"};
+  EXPECT_THAT(std::string(ValidateConfig(config).message()), StartsWith("devices: 'auto' stands alone"));
+  config.devices = {"cuda:GPU-no-such-one"};
+  EXPECT_THAT(std::string(ValidateConfig(config).message()), HasSubstr("no GPU has a UUID that begins so"));
+}
+
 TEST(ConfigValidation, ARootThatIsNotThereIsAnError) {
   Config config;
   config.model_roots = {"/no/such/folder"};
@@ -261,15 +274,6 @@ TEST(AddressParsing, OnlyLoopbackAndUnixSocketsAreLocal) {
         "localhost.evil.example:1", "[::2]:1", "[::ffff:128.0.0.1]:1", "[::1%lo]:1", "[1::1]:1"}) {
     EXPECT_FALSE(ParseAddress(text)->is_local()) << text;
   }
-}
-
-TEST(Config, AutomaticDevicesAreAllGpusOrTheCpu) {
-  const Config config;
-  EXPECT_EQ(config.devices, std::vector<std::string>{"auto"});
-  EXPECT_EQ(ResolveDevices(config.devices, 0), std::vector<std::string>{"cpu"});
-  EXPECT_EQ(ResolveDevices(config.devices, 2), (std::vector<std::string>{"cuda:0", "cuda:1"}));
-  const std::vector<std::string> named = {"cuda:1=8GiB", "cpu"};
-  EXPECT_EQ(ResolveDevices(named, 2), named);
 }
 
 }  // namespace

@@ -91,10 +91,11 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Make(const Config& confi
   core->ram = std::make_unique<RamBudget>(config.ram_cap == 0 ? MemoryBudget::kUnlimited : config.ram_cap);
   core->requests = std::make_unique<RequestMemory>(
       std::max(config.max_request_bytes, config.max_message_bytes), core->ram.get());
+  ASSIGN_OR_RETURN(const DeviceChoice choice, ConfiguredDevices(config));
+  core->device_choice = choice.reason;
+  spdlog::info("devices={}: {}", absl::StrJoin(choice.specs, ","), choice.reason);
   std::vector<Device*> devices;
-  const std::vector<std::string> specs = ResolveDevices(config.devices, CudaDeviceCount());
-  if (specs != config.devices) spdlog::info("devices={} of auto", absl::StrJoin(specs, ","));
-  for (const std::string& spec : specs) {
+  for (const std::string& spec : choice.specs) {
     ASSIGN_OR_RETURN(std::unique_ptr<Device> device, MakeDevice(spec, core->ram.get()));
     for (const auto& other : core->devices) {
       if (other->name() == device->name()) {

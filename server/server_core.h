@@ -77,6 +77,7 @@ struct ServerCore {
   std::unique_ptr<RamBudget> ram;
   std::unique_ptr<RequestMemory> requests;
   AnswerWatch answers;
+  std::string device_choice;  // why those; see DeviceChoice
   std::vector<std::unique_ptr<Device>> devices;
   std::unique_ptr<ModelCache> cache;
   std::unique_ptr<MappingReliever> mapping_reliever;  // evicts what nobody uses

@@ -458,13 +458,30 @@ int DeviceCount() {
   return count;
 }
 
+// "5a0e1f2c-…", as nvidia-smi prints it behind "GPU-".
+std::string UuidText(const cudaUUID_t& uuid) {
+  std::string text;
+  for (size_t i = 0; i < sizeof(uuid.bytes); ++i) {
+    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
+    absl::StrAppendFormat(&text, "%02x", static_cast<unsigned char>(uuid.bytes[i]));
+  }
+  return text;
+}
+
+// A device that does not say its own has an empty one, which nobody can name: indexes stay right.
+void DeviceUuids(std::vector<std::string>* uuids) {
+  uuids->clear();
+  for (int i = 0, count = DeviceCount(); i < count; ++i) {
+    cudaDeviceProp properties;
+    const bool known = cudaGetDeviceProperties(&properties, i) == cudaSuccess;
+    if (!known) (void)cudaGetLastError();
+    uuids->push_back(known ? UuidText(properties.uuid) : "");
+  }
+}
+
 // The device for NVML; null when NVML knows it not, or knows the whole of which CUDA shows a part (MIG).
 void* FindInNvml(const Nvml& nvml, const cudaDeviceProp& properties) {
-  std::string id;
-  for (size_t i = 0; i < sizeof(properties.uuid.bytes); ++i) {
-    if (i == 4 || i == 6 || i == 8 || i == 10) id += '-';
-    absl::StrAppendFormat(&id, "%02x", static_cast<unsigned char>(properties.uuid.bytes[i]));
-  }
+  const std::string id = UuidText(properties.uuid);
   void* device =
       nvml.Find({"MIG-" + id, "GPU-" + id}, absl::StrFormat("%08x:%02x:%02x.0", properties.pciDomainID,
                                                             properties.pciBusID, properties.pciDeviceID));
@@ -517,6 +534,6 @@ void MakeDeviceReply(const CudaDeviceRequest& request, CudaDeviceReply* reply) {
 
 const latentd::CudaPluginApi* latentd_cuda_api() {
   static const latentd::CudaPluginApi api = {latentd::kCudaPluginAbi, latentd::DeviceCount,
-                                             latentd::MakeDeviceReply};
+                                             latentd::DeviceUuids, latentd::MakeDeviceReply};
   return &api;
 }

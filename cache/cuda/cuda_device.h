@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
@@ -36,6 +38,9 @@ struct CudaPluginApi {
   // Devices that CUDA shows to this process; 0 without a driver that works. Makes no context.
   int (*device_count)();
 
+  // UUIDs of those devices, in their order, as CudaGpus has them. Makes no context.
+  void (*device_uuids)(std::vector<std::string>* uuids);
+
   // Makes no context either: the first Allocate or NewCopyStream does.
   //
   // The device, beyond what Device says: NewCopyStream pins 48 MiB of host memory for as long as the stream
@@ -46,7 +51,7 @@ struct CudaPluginApi {
 };
 
 inline constexpr uint64_t kCudaPluginAbi =
-    (((uint64_t{1} << 16 | sizeof(Device)) << 16 | sizeof(MemoryBudget)) << 8 | sizeof(CudaDeviceRequest))
+    (((uint64_t{2} << 16 | sizeof(Device)) << 16 | sizeof(MemoryBudget)) << 8 | sizeof(CudaDeviceRequest))
         << 8 |
     kMemoryUses;
 inline constexpr char kCudaPlugin[] = "latentd_cuda.so";

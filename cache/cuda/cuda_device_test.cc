@@ -318,5 +318,48 @@ TEST_F(CudaDeviceTest, OwnMemoryIsNotForeignUsedOrNot) {
   EXPECT_NEAR(static_cast<double>(ForeignBytes()), static_cast<double>(idle), kSlack);
 }
 
+// ------------------------------------------------------------------------------------------- a lost
+// device
+
+// Writes to address 0: the device runs no kernel of this process any more.
+constexpr char kBrokenKernel[] = R"(
+.version 6.4
+.target sm_52
+.address_size 64
+.visible .entry broken()
+{
+  .reg .b64 %address;
+  .reg .b32 %value;
+  mov.u64 %address, 0;
+  mov.u32 %value, 1;
+  st.global.u32 [%address], %value;
+  ret;
+}
+)";
+
+// The last of all tests: nothing uses the device after it.
+class CudaLostDeviceTest : public CudaDeviceTest {};
+
+TEST_F(CudaLostDeviceTest, AKernelThatBreaksLosesTheDeviceAndEveryCallSaysSo) {
+  auto memory = *device_->Allocate(kMiB);
+  auto stream = *device_->NewCopyStream();
+  void *module = nullptr, *kernel = nullptr, *nothing = nullptr;
+  ASSERT_EQ(Driver("cuModuleLoadData", &module, static_cast<const void*>(kBrokenKernel)), 0);
+  ASSERT_EQ(Driver("cuModuleGetFunction", &kernel, module, "broken"), 0);
+  ASSERT_EQ(Driver("cuLaunchKernel", kernel, 1u, 1u, 1u, 1u, 1u, 1u, 0u, nothing, nothing, nothing), 0);
+  EXPECT_NE(Driver("cuCtxSynchronize"), 0);
+
+  EXPECT_EQ(ErrorReason(device_->Check()), "DEVICE_LOST");
+  EXPECT_EQ(ErrorReason(device_->Allocate(1).status()), "DEVICE_LOST");
+  const char from = 1;
+  EXPECT_EQ(ErrorReason(device_->CopyIn(memory.get(), &from, 1)), "DEVICE_LOST");
+  EXPECT_EQ(ErrorReason(device_->NewCopyStream().status()), "DEVICE_LOST");
+  // What is left ends without a word.
+  stream.reset();
+  memory.reset();
+  device_->ReleaseUnused();
+  device_.reset();
+}
+
 }  // namespace
 }  // namespace latentd

@@ -482,6 +482,8 @@ absl::Status RunInfo(const GlobalOptions& global) {
              device.gemm().empty() ? "" : absl::StrCat(" by ", Printable(device.gemm())),
              device.memory_bytes() > 0 ? absl::StrCat(", ", HumanBytes(device.memory_bytes())) : "")});
   }
+  // Servers of before this field say nothing.
+  if (!info.device_choice().empty()) rows.push_back({"devices chosen", Printable(info.device_choice())});
   const v1::Limits& limits = info.limits();
   rows.push_back({"sessions", absl::StrCat("at most ", limits.max_sessions(), ", idle for ",
                                            AgeText(limits.session_idle_timeout()), ", of ",

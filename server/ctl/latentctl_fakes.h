@@ -326,6 +326,7 @@ class FakeServer : public v1::ServerService::Service {
   grpc::Status GetServerInfo(grpc::ServerContext*, const v1::GetServerInfoRequest*,
                              v1::GetServerInfoResponse* response) override {
     response->set_version("9.9");
+    response->set_device_choice("auto: the CPU, as there is no GPU");
     response->add_samplers("euler");
     return grpc::Status::OK;
   }

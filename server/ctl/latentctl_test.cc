@@ -565,8 +565,10 @@ TEST_F(LatentctlTest, HealthIsInTheExitCode) {
   EXPECT_EQ(Ctl({"--address", "unix:/no/such.sock", "health"}).code, 1);
 }
 
-TEST_F(LatentctlTest, InfoShowsTheVersion) {
-  EXPECT_THAT(Ctl({"info"}).out, HasSubstr("version        9.9\n"));
+TEST_F(LatentctlTest, InfoShowsTheVersionAndWhyTheDevicesAreThose) {
+  const std::string out = Ctl({"info"}).out;
+  EXPECT_THAT(out, HasSubstr("version         9.9\n"));
+  EXPECT_THAT(out, HasSubstr("devices chosen  auto: the CPU, as there is no GPU\n"));
   EXPECT_EQ(json::parse(Ctl({"--json", "info"}).out)["samplers"][0], "euler");
 }
 

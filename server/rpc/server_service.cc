@@ -40,6 +40,7 @@ grpc::ServerUnaryReactor* ServerServiceImpl::GetServerInfo(grpc::CallbackServerC
       out.set_memory_bytes(device.uses_host_memory() ? 0 : device.budget().stats().cap_bytes);
       out.set_threads(executor->threads());
     }
+    response->set_device_choice(core_->device_choice);
     for (const Family* family : AllFamilies()) response->add_families(std::string(family->name()));
     for (const SamplerInfo& sampler : AllSamplers()) response->add_samplers(std::string(sampler.name));
     for (const absl::string_view schedule : SigmaScheduleNames())

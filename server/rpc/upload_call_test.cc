@@ -58,6 +58,7 @@ class UploadCallTest : public ::testing::Test {
   UploadCallTest() : root_(fs::path(::testing::TempDir()) / absl::StrCat("upload_call_", getpid())) {
     fs::create_directories(root_);
     Config config;
+    config.devices = {"cpu"};
     config.ram_cap = int64_t{1} << 30;
     config.state_dir = "";
     config.upload_dir = (root_ / "uploads").string();

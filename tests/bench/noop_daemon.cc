@@ -90,6 +90,7 @@ void ServeNoop(const std::string& address, const std::string& weights) {
   SetUpLogging("error", "text");
   Config config;
   config.listen = {address};
+  config.devices = {"cpu"};
   config.threads_per_device = 1;
   const auto daemon = OrDie(Daemon::Start(config));
   daemon->core().catalog->AddModel(OpenModel::Make(kNoopModel, std::string(kNoopModel) + "@0", "",

@@ -125,12 +125,15 @@ def loras(*specs: str):
 
 
 class Daemon:
-    """A latentd of its own, on a Unix socket."""
+    """A latentd of its own, on a Unix socket. Without `--devices` it computes on the CPU, whatever the machine has: tests
+    compare bytes and memory."""
 
-    def __init__(self, folder: Path, *flags: str):
+    def __init__(self, folder: Path, *flags: str, default_devices: bool = False):
         self.folder = folder
         self.address = f"unix:{folder}/latentd.sock"
         self.log = folder / "latentd.log"
+        if "--devices" not in flags and not default_devices:
+            flags = (*flags, "--devices", "cpu")
         self.process = subprocess.Popen(
             [BIN / "latentd", "--config", DEMO / "latentd.toml", "--listen", self.address, "--threads-per-device", "1",
              "--upload-dir", folder / "uploads", *flags],
@@ -283,10 +286,10 @@ def start(tmp_path):
     """start(flags…) → a daemon of this test alone."""
     running = []
 
-    def make(*flags: str) -> Daemon:
+    def make(*flags: str, **options) -> Daemon:
         folder = tmp_path / f"d{len(running)}"
         folder.mkdir()
-        running.append(Daemon(folder, *flags))
+        running.append(Daemon(folder, *flags, **options))
         return running[-1]
 
     yield make

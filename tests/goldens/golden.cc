@@ -1,21 +1,20 @@
 #include "tests/goldens/golden.h"
 
-#include <deque>
-
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <filesystem>
 #include <limits>
+#include <stdexcept>
 
 #include "ATen/ATen.h"
+#include "cache/device.h"
+#include "families/compute_type.h"
 
 namespace latentd {
 namespace {
 
-[[noreturn]] void Die(const std::string& what) {
-  std::fprintf(stderr, "%s\n", what.c_str());
-  std::exit(2);
-}
+[[noreturn]] void Die(const std::string& what) { throw std::runtime_error(what); }
 
 template <typename T>
 T OrDie(absl::StatusOr<T> value, const std::string& what) {
@@ -24,6 +23,27 @@ T OrDie(absl::StatusOr<T> value, const std::string& what) {
 }
 
 std::string CasePath(const std::string& name) { return GoldenPath("cases/" + name + ".safetensors"); }
+
+// Where runs compute; null for the host.
+Device* RunDevice() {
+  static Device* const device = []() -> Device* {
+    const char* spec = std::getenv("LATENTD_GOLDEN_DEVICE");
+    if (spec == nullptr) return nullptr;
+    static auto* const ram = new RamBudget(MemoryBudget::kUnlimited);
+    Device* const made = OrDie(MakeDevice(spec, ram), spec).release();
+    SetTorchForGpus();
+    made->BindThread();
+    return made;
+  }();
+  return device;
+}
+
+// What `resource` is where runs compute.
+template <typename T>
+std::shared_ptr<const T> Placed(std::shared_ptr<const T> resource, const std::string& name) {
+  if (RunDevice() == nullptr) return resource;
+  return std::dynamic_pointer_cast<const T>(OrDie(resource->CopyTo(*RunDevice(), {}, nullptr, {}), name));
+}
 
 }  // namespace
 
@@ -105,11 +125,12 @@ Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double wei
     std::vector<PatchSpec> specs;
     specs.emplace_back();
     specs.back().name = path;
-    specs.back().patch = patch;
+    specs.back().patch = Placed(patch, path);
     specs.back().weight = weight;
-    overlays[component.name] = OrDie(
-        LayerPatcher::Apply(*Load(component), *component.patch_target, std::move(specs), {.mode = mode}),
-        path);
+    overlays[component.name] =
+        OrDie(LayerPatcher::Apply(*Load(component), *component.patch_target, std::move(specs),
+                                  {.mode = mode, .device = RunDevice()}),
+              path);
   }
   return overlays;
 }
@@ -132,7 +153,7 @@ RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overla
   std::map<std::string, std::shared_ptr<const WeightSet>> weights;
   std::set<std::string> leaves_fp16;
   for (const Component& component : pipeline.components()) {
-    weights[component.name] = Load(component);
+    weights[component.name] = Placed(Load(component), component.name);
     if (component.leaves_fp16) leaves_fp16.insert(component.name);
   }
   const auto overlay = [&](const std::string& name) {
@@ -156,7 +177,7 @@ RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overla
         views.Add(name, held.emplace_back(*weights.at(name), overlay(name), type));
       }
       const SliceReport report = OrDie(work->Slice(views, {}), "Slice");
-      if (report.step) result.latents.push_back(work->latents());
+      if (report.step) result.latents.push_back(work->latents().to(at::kCPU));
       over = report.phase_over;
     }
   }

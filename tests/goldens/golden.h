@@ -23,7 +23,8 @@ inline constexpr double kRunTolerance = 1e-3;
 // The folder of the goldens; `below` is appended.
 std::string GoldenPath(const std::string& below);
 
-// One case. Whatever is missing ends the test program: the generator and the tests belong together.
+// One case. Whatever is missing is an exception, which fails the test that asks: the generator and the tests
+// belong together.
 class Golden {
  public:
   // False for cases that are there only sometimes (the demo model's).
@@ -70,7 +71,9 @@ struct RunResult {
 using Overlays = std::map<std::string, std::shared_ptr<const Overlay>>;
 // Of one LoRA file, for all components.
 Overlays ApplyLora(const Pipeline& pipeline, const std::string& path, double weight, PatchMode mode);
-// A whole generation, phase by phase, as the server runs it.
+// A whole generation, phase by phase, as the server runs it, with weights and overlays on the device that
+// LATENTD_GOLDEN_DEVICE names ("cuda:0", "sim:0=1GiB"), in host memory without it. Results are in host
+// memory.
 RunResult Generate(const Pipeline& pipeline, GenerateParams params, const Overlays& overlays = {},
                    std::vector<std::shared_ptr<const TextEmbedding>> embeddings = {},
                    at::ScalarType compute = at::kFloat);
