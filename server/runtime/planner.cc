@@ -243,7 +243,6 @@ class Planner {
     } else {
       timed_ = false;
     }
-    if (overlay.record && !Can(memory_.Lock(*overlay.record, overlay.record_bytes))) return false;
     if (!RunOnDevice(memory, component, request.key, working, overlay, &phase)) return false;
     *plan_.add_phases() = std::move(phase);
     memory_.Unlock(request.key);
@@ -293,14 +292,17 @@ class Planner {
         if (!lock(lora.request.key, {.blocks = whole, .mode = ResidencyMode::kFull}, &patches)) return false;
       }
     }
+    // Of merged weights, those are copied whose blocks are resident.
     auto lock_merged = [&](std::vector<bool> resident) {
-      return lock(overlay.record->key,
-                  {.blocks = DescribeBlocks(component, overlay.record_bytes),
-                   .mode = ResidencyMode::kFull,
-                   .chosen = std::move(resident)},
-                  &merged);
+      if (!overlay.record) return true;
+      if (!Can(memory_.Lock(*overlay.record, overlay.record_bytes))) return false;
+      return host || lock(overlay.record->key,
+                          {.blocks = DescribeBlocks(component, overlay.record_bytes),
+                           .mode = ResidencyMode::kFull,
+                           .chosen = std::move(resident)},
+                          &merged);
     };
-    if (!host && overlay.record && overlay.record_first && !lock_merged({})) return false;
+    if (overlay.record_first && !lock_merged({})) return false;
     if (!Can(memory_.Promise(memory, overlay.beside_bytes, "patches"))) return false;
     const ResidencyMode mode = core_.config.residency == "stream" ? ResidencyMode::kStream
                                : core_.config.residency == "full" ? ResidencyMode::kFull
@@ -312,9 +314,7 @@ class Planner {
       phase->set_full_bytes(weights[0].full_bytes);
       phase->set_resident_bytes(weights[0].plan.resident_bytes);
     }
-    // Of merged weights, those are copied whose blocks are resident.
-    if (!host && overlay.record && !overlay.record_first && !lock_merged(weights[0].plan.resident))
-      return false;
+    if (!overlay.record_first && !lock_merged(weights[0].plan.resident)) return false;
     for (const ImaginedMemory::OnDevice& copy : merged) memory_.Unlock(copy);
     if (overlay.record) memory_.Unlock(overlay.record->key);
     memory_.GiveBack(memory, overlay.beside_bytes);
