@@ -21,7 +21,7 @@
 
 namespace latentd {
 
-inline constexpr int kKeys = 16;
+inline constexpr int kKeys = 12;
 
 class Dice {
  public:
@@ -67,7 +67,7 @@ inline Item RandomItem(int n, Dice& dice) {
   if (dice.Chance(3)) {
     item.blocks = {{dice.From(1, 30), true}};
   } else {
-    for (int64_t i = dice.From(3, 12); i > 0; --i) item.blocks.push_back({dice.From(0, 6), dice.Chance(6)});
+    for (int64_t i = dice.From(4, 14); i > 0; --i) item.blocks.push_back({dice.From(0, 4), dice.Chance(8)});
   }
   for (const ResourceBlock& block : item.blocks) item.bytes += block.bytes;
   item.bytes = std::max<int64_t>(1, item.bytes - dice.From(0, 2));  // blocks are padded
@@ -90,18 +90,21 @@ struct Step {
 
 inline Step RandomStep(Dice& dice) {
   Step step;
-  step.kind = dice.Chance(3) ? Step::kLockOn : static_cast<Step::Kind>(dice.Pick(Step::kKinds));
+  // Devices are what it is most about.
+  static const std::vector<Step::Kind> kOften = {Step::kLock, Step::kLockOn, Step::kLockOn, Step::kUnlockOn};
+  step.kind =
+      dice.Chance(2) ? kOften[dice.Pick(kOften.size())] : static_cast<Step::Kind>(dice.Pick(Step::kKinds));
   for (int64_t i = step.kind == Step::kLockAll ? dice.From(1, 4) : 1; i > 0; --i)
     step.items.push_back(dice.Pick(kKeys));
   step.which = dice.Pick(1000);
-  step.bytes = dice.Chance(2) ? 0 : dice.From(0, dice.Chance(6) ? 150 : 30);
+  step.bytes = dice.Chance(2) ? 0 : dice.From(0, dice.Chance(12) ? 150 : 20);
   static const std::vector<std::string> kDevices = {"cpu", "sim:0", "sim:1", "sim:0"};
   step.device = kDevices[dice.Pick(kDevices.size())];
   step.mode = dice.Chance(4)   ? ResidencyMode::kFull
               : dice.Chance(5) ? ResidencyMode::kStream
                                : ResidencyMode::kAuto;
   step.ring_slots = static_cast<int32_t>(dice.From(1, 4));
-  step.chosen = dice.Chance(8) ? static_cast<uint64_t>(dice.From(1, 1 << 20)) : 0;
+  step.chosen = dice.Chance(4) ? static_cast<uint64_t>(dice.From(1, 1 << 20)) : 0;
   step.may_wait = dice.Chance(2);
   return step;
 }
