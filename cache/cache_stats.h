@@ -11,8 +11,10 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "cache/base/greedy_dual.h"
+#include "cache/eviction_order.h"
 #include "cache/memory_budget.h"
 #include "cache/model_key.h"
+#include "cache/resource.h"
 
 namespace latentd {
 
@@ -21,6 +23,9 @@ struct ResidencyStats {
   int64_t bytes = 0;
   int64_t full_bytes = 0;  // more than `bytes` where a part is streamed
   int64_t lock_count = 0;
+  bool lasting = false;  // a lock on it is (LockOptions::lasting)
+  std::vector<ResourceBlock> blocks;
+  std::vector<bool> resident;  // by block
 };
 
 struct RecordStats {
@@ -31,6 +36,7 @@ struct RecordStats {
   int64_t bytes = 0;
   int64_t lock_count = 0;
   std::vector<std::string> holders;  // one entry per lock, sorted
+  bool lasting = false;              // one of these locks is (LockOptions::lasting)
   bool stale = false;
   double load_seconds = 0;  // that its load took
   absl::Time last_used;     // taken or let go
@@ -38,13 +44,6 @@ struct RecordStats {
   std::vector<ResidencyStats> residency;
 };
 
-// Why a record left.
-enum class EvictReason {
-  kRoom,       // to make room for another
-  kTrim,       // ModelCache::Trim
-  kDrop,       // ModelCache::Drop; a locked record counts when it becomes stale
-  kKeepAlive,  // not used for long
-};
 inline constexpr size_t kEvictReasons = 4;
 absl::string_view EvictReasonName(EvictReason reason);  // "room", "trim", "drop", "keep_alive"
 
@@ -68,6 +67,8 @@ struct DeviceStats {
 
 struct CacheStats {
   std::vector<RecordStats> records;  // in the order in which they would go, then held ones, then stale ones
+  GreedyDual uses;                   // what records' worth is measured by, as it stands
+  int64_t conditioning_cap = 0;      // conditioning beyond it goes when it is not held
   MemoryBudget::Stats ram;
   std::map<std::string, DeviceStats> devices;  // those with a budget of their own
   int64_t record_bytes = 0;                    // Σ bytes of `records`

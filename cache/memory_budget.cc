@@ -161,7 +161,7 @@ Reclaimer::Held MemoryBudget::AskHeld() const {
 // What other processes take is not lasting: nobody knows when they give it back.
 BudgetView MemoryBudget::View(Reclaimer::Held held) const {
   return {.cap = cap_,
-          .at_once = Free() + held.idle_bytes,
+          .at_once = Bytes().free() + held.idle_bytes,
           .promised = promised_,
           .held = std::move(held.groups),
           .turn = turn_,
@@ -173,25 +173,17 @@ void MemoryBudget::NewFirst() {
   turn_promised_ = 0;
 }
 
-absl::Status MemoryBudget::Refusal(absl::StatusCode code, const char* reason, const Request& request,
-                                   int64_t held, const std::string& why, ErrorDetails details) const {
-  details.insert({{"budget", name_},
-                  {"what", request.what},
-                  {"needed_bytes", absl::StrCat(request.bytes)},
-                  {"held_bytes", absl::StrCat(held)},
-                  {"cap_bytes", absl::StrCat(cap_)}});
-  if (foreign_ > 0) details["foreign_bytes"] = absl::StrCat(foreign_);
-  return MakeError(
-      code, reason,
-      absl::StrCat(request.what, " needs ", request.bytes, " bytes of ", name_, "; ", held, " of ", cap_,
-                   " bytes are held by running work",
-                   foreign_ > 0 ? absl::StrCat(" and ", foreign_, " by other processes") : "", ": ", why),
-      details);
-}
-
-absl::Status MemoryBudget::Exceeds(const Request& request, const char* why) {
-  if (request.bytes <= cap_) return absl::OkStatus();
-  return Refusal(absl::StatusCode::kFailedPrecondition, "MODEL_EXCEEDS_BUDGET", request, 0, why);
+absl::Status MemoryBudget::Refuse(RefusalCause cause, const Request& request, int64_t held, bool hopeless,
+                                  const std::string& cycle) const {
+  // Of what is more than the cap, nobody is in the way.
+  return Refusal(cause,
+                 {.budget = name_,
+                  .what = request.what,
+                  .bytes = request.bytes,
+                  .held = cause == RefusalCause::kNever ? 0 : held + reserved_,
+                  .hopeless = hopeless,
+                  .cycle = cycle},
+                 Bytes());
 }
 
 std::optional<Reservation> MemoryBudget::TakeAtOnce(const Request& request, bool* hopeless) {
@@ -203,7 +195,9 @@ std::optional<Reservation> MemoryBudget::TakeAtOnce(const Request& request, bool
     {
       MutexLock lock(&waits_->mu_);
       if (request.bytes == 0) return Take(request);
-      if (!waiters_.empty() || (hopeless != nullptr && request.bytes > Free() + idle)) {
+      const Admission admission = Admit(Bytes(), idle, request.bytes);
+      const bool now = admission == Admission::kTake || admission == Admission::kMakeRoom;
+      if (!waiters_.empty() || (hopeless != nullptr && !now)) {
         waits_->analysis_ = nullptr;  // locks that were found at once moved nothing
         const auto analysis = waits_->Look(waits_->moved_);
         if (analysis == nullptr) continue;
@@ -211,9 +205,9 @@ std::optional<Reservation> MemoryBudget::TakeAtOnce(const Request& request, bool
         if (hopeless != nullptr) *hopeless = analysis->IsHopeless(me, request.owner, request.bytes);
         if (!analysis->MayGoAhead(me, request.owner, request.bytes)) return std::nullopt;
       }
-      missing = request.bytes - Free();
-      if (missing <= 0) return Take(request);
-      if (missing > idle) return std::nullopt;  // nothing goes in vain
+      if (!now) return std::nullopt;
+      if (admission == Admission::kTake) return Take(request);
+      missing = MissingBytes(Bytes(), request.bytes);
     }
     // What goes may not be free yet: somebody can have kept a pointer to it.
     if (reclaimer_->Reclaim(missing) > 0) tries = 0;
@@ -226,20 +220,19 @@ absl::StatusOr<Reservation> MemoryBudget::TryReserve(const Request& request) {
   AskForeign();
   {
     MutexLock lock(&waits_->mu_);
-    RETURN_IF_ERROR(Exceeds(request, "it can never fit"));
+    if (request.bytes > cap_) return Refuse(RefusalCause::kNever, request, 0);
   }
   bool hopeless = false;
   if (auto taken = TakeAtOnce(request, &hopeless)) return *std::move(taken);
+  const int64_t held = reclaimer_ == nullptr ? 0 : reclaimer_->HeldBytes();
   MutexLock lock(&waits_->mu_);
-  return Refusal(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED", request, in_use_ + reserved_,
-                 "there is no room now; try again later",
-                 hopeless ? ErrorDetails{{"hopeless", "true"}} : ErrorDetails{});
+  return Refuse(RefusalCause::kNoRoomNow, request, held, hopeless);
 }
 
 int64_t MemoryBudget::ObtainableBytes() const {
   const int64_t idle = reclaimer_ == nullptr ? 0 : reclaimer_->IdleBytes();
   MutexLock lock(&waits_->mu_);
-  return std::max<int64_t>(0, Free() + idle);
+  return Bytes().Obtainable(idle);
 }
 
 absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
@@ -247,10 +240,9 @@ absl::StatusOr<Reservation> MemoryBudget::Reserve(const Request& request) {
   AskForeign();
   {
     MutexLock lock(&waits_->mu_);
-    const absl::Status exceeds = Exceeds(request, "it can never fit; raise the cap or use a smaller model");
-    if (!exceeds.ok()) {
+    if (request.bytes > cap_) {
       ++refused_;
-      return exceeds;
+      return Refuse(RefusalCause::kNever, request, 0);
     }
   }
   if (auto taken = TakeAtOnce(request, /*hopeless=*/nullptr)) return *std::move(taken);
@@ -285,11 +277,11 @@ absl::StatusOr<Reservation> MemoryBudget::Wait(const Request& request) {
     waits_->Leave(id);
   };
   int64_t held = 0;
-  auto refuse = [&](absl::StatusCode code, const char* reason, const std::string& why, ErrorDetails details)
+  auto refuse = [&](RefusalCause cause, const std::string& cycle = {})
                     ABSL_EXCLUSIVE_LOCKS_REQUIRED(waits_->mu_) {
                       leave();
                       ++refused_;
-                      return Refusal(code, reason, request, held, why, std::move(details));
+                      return Refuse(cause, request, held, /*hopeless=*/false, cycle);
                     };
 
   while (true) {
@@ -300,10 +292,10 @@ absl::StatusOr<Reservation> MemoryBudget::Wait(const Request& request) {
       return MakeError(absl::StatusCode::kCancelled, "CANCELLED", "cancelled while waiting for memory");
     }
     if (analysis == nullptr) continue;
-    held = analysis->HeldBytes(waits_->IndexOf(this)) + reserved_;
+    held = analysis->HeldBytes(waits_->IndexOf(this));
     switch (analysis->Of(id)) {
       case WaitAnalysis::Verdict::kTake: {
-        const int64_t missing = request.bytes - Free();
+        const int64_t missing = MissingBytes(Bytes(), request.bytes);
         if (missing <= 0) {
           Reservation taken = Take(request);  // before the next one is the first
           leave();
@@ -317,14 +309,9 @@ absl::StatusOr<Reservation> MemoryBudget::Wait(const Request& request) {
         continue;
       }
       case WaitAnalysis::Verdict::kHopeless:
-        return refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED",
-                      "what is held for good and by the asker itself leaves no room; use fewer LoRAs, unpin "
-                      "what is pinned, or raise the cap",
-                      {{"hopeless", "true"}});
+        return refuse(RefusalCause::kHopeless);
       case WaitAnalysis::Verdict::kDeadlock:
-        return refuse(absl::StatusCode::kAborted, "BUDGET_CYCLE",
-                      "what is in the way is held by work that waits for memory too; try again",
-                      {{"cycle", waits_->Say(analysis->deadlock())}});
+        return refuse(RefusalCause::kDeadlock, waits_->Say(analysis->deadlock()));
       case WaitAnalysis::Verdict::kWait:
         break;
     }
@@ -333,8 +320,7 @@ absl::StatusOr<Reservation> MemoryBudget::Wait(const Request& request) {
       ++waits_ever_;
     }
     if (absl::Now() >= request.deadline) {
-      return refuse(absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED",
-                    "it was not given back in time; try again later", {});
+      return refuse(RefusalCause::kNotInTime);
     }
     // What others do with the memory is not announced: it is asked for now and then.
     waits_->Sleep(id, *analysis,
@@ -352,7 +338,7 @@ void MemoryBudget::NotifyReclaimable() {
   int64_t over = 0;
   {
     MutexLock lock(&waits_->mu_);
-    over = -Free();
+    over = Bytes().over();
     waits_->Moved();
   }
   if (over > 0 && reclaimer_ != nullptr) reclaimer_->Reclaim(over);
@@ -363,7 +349,7 @@ void MemoryBudget::set_cap(int64_t cap_bytes) {
   {
     MutexLock lock(&waits_->mu_);
     cap_ = cap_bytes;
-    over = -Free();
+    over = Bytes().over();
     waits_->Moved();
   }
   if (over > 0 && reclaimer_ != nullptr) reclaimer_->Reclaim(over);

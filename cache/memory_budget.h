@@ -36,29 +36,16 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "cache/base/error.h"
+#include "cache/admission.h"
 #include "cache/base/mutex.h"
+#include "cache/memory_use.h"
 #include "cache/wait_analysis.h"
 #include "cache/wait_registry.h"
 
 namespace latentd {
 
 class MemoryBudget;
-
-// What bytes are for. Of the first four, records of the cache are made; the rest belongs to running work.
-enum class MemoryUse {
-  kWeights,       // components of models
-  kPatches,       // parsed LoRAs and textual inversions
-  kMerged,        // weights with patches merged into them, and what patches add beside weights
-  kConditioning,  // encoded prompts
-  kStaging,       // buffers of copies to a device: rings, pinned memory
-  kWorking,       // activations
-  kImages,        // pictures on their way in and out
-};
-inline constexpr size_t kMemoryUses = 7;
-absl::string_view MemoryUseName(MemoryUse use);  // "weights", "patches", …
 
 // Bytes promised to somebody. Move-only; gives its bytes back when it ends. A default-made one is empty.
 class Reservation {
@@ -215,9 +202,8 @@ class MemoryBudget {
   friend class Reservation;
   friend class WaitRegistry;
 
-  // Bytes that are neither promised nor in use; below 0 after the cap was lowered.
-  int64_t Free() const ABSL_SHARED_LOCKS_REQUIRED(waits_->mu_) {
-    return cap_ - foreign_ - in_use_ - reserved_;
+  BudgetBytes Bytes() const ABSL_SHARED_LOCKS_REQUIRED(waits_->mu_) {
+    return {.cap = cap_, .foreign = foreign_, .in_use = in_use_, .reserved = reserved_};
   }
   void AskForeign();
   Reservation Take(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(waits_->mu_);
@@ -225,10 +211,9 @@ class MemoryBudget {
   // where not null, says then whether a wait could end well.
   std::optional<Reservation> TakeAtOnce(const Request& request, bool* hopeless);
   absl::StatusOr<Reservation> Wait(const Request& request);
-  absl::Status Exceeds(const Request& request, const char* why) ABSL_SHARED_LOCKS_REQUIRED(waits_->mu_);
-  absl::Status Refusal(absl::StatusCode code, const char* reason, const Request& request, int64_t held,
-                       const std::string& why, ErrorDetails details = {}) const
-      ABSL_SHARED_LOCKS_REQUIRED(waits_->mu_);
+  // `held`: in records.
+  absl::Status Refuse(RefusalCause cause, const Request& request, int64_t held, bool hopeless = false,
+                      const std::string& cycle = {}) const ABSL_SHARED_LOCKS_REQUIRED(waits_->mu_);
 
   // For the registry: what is held, which takes the holder's mutex; and all of it, as it is judged.
   Reclaimer::Held AskHeld() const;

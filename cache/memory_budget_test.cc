@@ -135,6 +135,23 @@ TEST(MemoryBudget, AloneInTheWayMeansRefusedAtOnceWithNumbers) {
   EXPECT_EQ(budget.stats().refused, 1);
 }
 
+TEST(MemoryBudget, WhatNobodyHoldsDoesNotCountAsHeld) {
+  FakeReclaimer reclaimer;
+  ReclaimedBudget budget(100, reclaimer);
+  Reservation held = *budget.Reserve(Ask(40));
+  held.Commit();
+  reclaimer.held = {{{"session-1"}, 40}};
+  reclaimer.MayEvict(*budget.Reserve(Ask(30)));
+  Reservation promised = *budget.Reserve(Ask(20));
+  MemoryBudget::Request waits = Ask(60, "session-2");
+  waits.deadline = absl::InfinitePast();
+  const auto at_once = budget.TryReserve(Ask(60, "session-2")), in_the_end = budget.Reserve(waits);
+  for (const absl::Status& refusal : {at_once.status(), in_the_end.status()}) {
+    EXPECT_EQ(ErrorReason(refusal), "BUDGET_EXHAUSTED");
+    EXPECT_EQ(GetErrorDetails(refusal).at("held_bytes"), "60");
+  }
+}
+
 TEST(MemoryBudget, AWaiterGetsWhatAnotherGivesBack) {
   RamBudget budget(100);
   Reservation first = *budget.Reserve(Ask(80, "a"));

@@ -14,6 +14,7 @@
 #include "cache/base/error.h"
 #include "cache/cache_loading.h"
 #include "cache/cache_record.h"
+#include "cache/eviction_order.h"
 #include "cache/record_index.h"
 
 namespace latentd {
@@ -35,7 +36,6 @@ absl::string_view EvictReasonName(EvictReason reason) {
 namespace {
 
 constexpr size_t kRecentEvictions = 64;
-constexpr int64_t kConditioningShare = 16;  // of the RAM's cap, one part of so many
 
 // Records that one look describes before it lets others at the cache.
 constexpr size_t kLookAtOnce = 128;
@@ -148,12 +148,7 @@ void ModelCache::Unlock(RecordPtr record, uint64_t number, bool counts) {
 }
 
 void ModelCache::Evict(const RecordPtr& record, EvictReason reason) {
-  // What goes for another reason than its place in the order says nothing about the worth of the rest, and
-  // conditioning's place is not by its worth.
-  if ((reason == EvictReason::kRoom || reason == EvictReason::kTrim) &&
-      record->use != MemoryUse::kConditioning) {
-    order_.Evict(record->worth);
-  }
+  LearnFromEviction(order_, *record, reason);
   ++counters_.evictions[static_cast<size_t>(reason)];
   recent_.push_back(
       {record->key, {record->names.begin(), record->names.end()}, record->bytes, reason, clock_()});
@@ -180,8 +175,8 @@ int64_t ModelCache::EvictUnlocked(int64_t bytes, EvictReason reason) {
 
 std::vector<RecordPtr> ModelCache::BoundConditioning(const CacheRecord& came) {
   if (came.use != MemoryUse::kConditioning) return {};
-  std::vector<RecordPtr> gone = records_->ConditioningBeyond(
-      conditioning_cap_ > 0 ? conditioning_cap_ : ram_->cap_bytes() / kConditioningShare);
+  std::vector<RecordPtr> gone =
+      records_->ConditioningBeyond(ConditioningCap(conditioning_cap_, ram_->cap_bytes()));
   EvictAll(gone, EvictReason::kRoom);
   return gone;
 }
@@ -193,7 +188,7 @@ void ModelCache::set_conditioning_cap(int64_t bytes) {
 
 int64_t ModelCache::conditioning_cap() const {
   MutexLock lock(&mu_);
-  return conditioning_cap_ > 0 ? conditioning_cap_ : ram_->cap_bytes() / kConditioningShare;
+  return ConditioningCap(conditioning_cap_, ram_->cap_bytes());
 }
 
 int64_t ModelCache::Reclaim(int64_t bytes) {
@@ -333,6 +328,8 @@ CacheStats ModelCache::Stats() const {
     MutexLock leaving(&leaving_->mu);
     stats.leaving_bytes = leaving_->bytes;
     stats.ram = ram_->stats();
+    stats.uses = order_;
+    stats.conditioning_cap = ConditioningCap(conditioning_cap_, stats.ram.cap_bytes);
     records_->Begin(&look);
   }
   const absl::Time now = clock_();

@@ -52,6 +52,7 @@
 #include "cache/lock_handle.h"
 #include "cache/memory_budget.h"
 #include "cache/model_key.h"
+#include "cache/residency_choice.h"
 #include "cache/resource.h"
 
 namespace latentd {
@@ -102,12 +103,6 @@ struct LockOptions {
 struct LockRequest {
   ModelKey key;
   Loader loader;
-};
-
-enum class ResidencyMode {
-  kAuto,    // all of it where there is room beside the working memory, else a part, and the rest is streamed
-  kFull,    // all of it, or an error
-  kStream,  // only what has to stay
 };
 
 struct DeviceLockOptions {
@@ -228,6 +223,7 @@ class ModelCache : public Reclaimer {
   friend class DeviceLock;
   class DeviceReclaimer;
   class Joined;
+  class MovingIn;
   struct Loading;
   struct DeviceCounters {
     int64_t copies = 0, copied_bytes = 0, offloads = 0, streamed_locks = 0;
@@ -270,9 +266,6 @@ class ModelCache : public Reclaimer {
                         DeviceLock& result);
   absl::Status MoveIn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
                       DeviceLock& lock);
-  // Reserve, or TryReserve for a caller who may not wait; others who come for the record meanwhile are told.
-  absl::StatusOr<Reservation> PromiseOnDevice(const RecordPtr& record, Device& device, bool may_wait,
-                                              const MemoryBudget::Request& request);
   void UnlockDevice(const RecordPtr& record, Device* device, uint64_t number);
   int64_t ReclaimDevice(Device* device, int64_t bytes);
   int64_t IdleBytesOn(Device* device) const;

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
+#include "cache/admission.h"
 #include "cache/base/error.h"
 #include "cache/cache_record.h"
 #include "cache/model_cache.h"
@@ -130,179 +131,126 @@ absl::Status ModelCache::TakeTurn(const RecordPtr& record, Device& device, const
   }
 }
 
-absl::StatusOr<Reservation> ModelCache::PromiseOnDevice(const RecordPtr& record, Device& device,
-                                                        bool may_wait, const MemoryBudget::Request& request) {
-  if (!may_wait) return device.budget().TryReserve(request);
-  auto waits = [&](bool now) {
-    MutexLock lock(&mu_);
-    record->residency[&device].waits_for_room = now;
-    changed_.SignalAll();
-  };
-  waits(true);
-  auto promised = device.budget().Reserve(request);
-  waits(false);
-  return promised;
-}
+// One caller's turn at what is there of a record on a device.
+class ModelCache::MovingIn : public MoversRoom {
+ public:
+  MovingIn(ModelCache* cache, const RecordPtr& record, Device& device, const DeviceLockOptions& options,
+           DeviceLock& lock)
+      : cache_(cache), record_(record), device_(device), options_(options), lock_(lock) {}
+
+  absl::Status TryPromise(For purpose, int64_t bytes) override {
+    return Keep(purpose, device_.budget().TryReserve(Request(purpose, bytes)));
+  }
+  // Others who come for the record meanwhile are told that somebody waits for room.
+  absl::Status Promise(For purpose, int64_t bytes) override {
+    if (!options_.may_wait) return TryPromise(purpose, bytes);
+    WaitsForRoom(true);
+    auto promised = device_.budget().Reserve(Request(purpose, bytes));
+    WaitsForRoom(false);
+    return Keep(purpose, std::move(promised));
+  }
+  int64_t ObtainableBytes() override { return device_.budget().ObtainableBytes(); }
+
+  ResidentPart WhatIsThere() override {
+    MutexLock lock(&cache_->mu_);
+    const Residency& there = record_->residency[&device_];
+    have_ = there.copy;
+    return {.any = have_ != nullptr, .bytes = there.bytes, .resident = there.resident};
+  }
+  void Unpin() override {
+    Change([&](Residency& there) { there.holders.Remove(lock_.number_); });
+  }
+  void Pin() override {
+    Change([&](Residency& there) { lock_.number_ = there.holders.Add(options_.owner, options_.lasting); });
+  }
+  bool LetGo() override {
+    {
+      MutexLock lock(&cache_->mu_);
+      if (record_->residency[&device_].holders.size() > 1) return false;
+      cache_->records_->ChangeOn(&device_, record_, [](Residency& there) { there.LetGoOfMemory(); });
+    }
+    have_ = nullptr;
+    return true;
+  }
+
+  // Makes what was promised true. `there`: what is kept.
+  absl::Status CopyIn(const ResidencyPlan& plan, const ResidentPart& there) {
+    lock_.ring_ = weights_.Split(plan.ring_bytes(), MemoryUse::kStaging);
+    if (!there.any || plan.resident != there.resident) {
+      auto accounted = std::make_shared<Accounted>();
+      ASSIGN_OR_RETURN(accounted->resource,
+                       record_->resource->CopyTo(device_, plan.resident, have_.get(), options_.stop));
+      const int64_t copied = weights_.bytes();
+      const uint64_t turn = weights_.turn();
+      weights_.Commit();
+      accounted->memory = std::move(weights_);
+      accounted->base = have_;
+      have_ = Accounted::Pointer(accounted);
+      MutexLock lock(&cache_->mu_);
+      cache_->records_->ChangeOn(&device_, record_, [&](Residency& now) {
+        now.copy = have_;
+        now.bytes = there.bytes + copied;
+        now.resident = plan.resident;
+        now.turn = turn;
+      });
+      DeviceCounters& counters = cache_->device_counters_[&device_];
+      ++counters.copies;
+      counters.copied_bytes += copied;
+    }
+    lock_.resource_ = std::move(have_);
+    return absl::OkStatus();
+  }
+
+ private:
+  MemoryBudget::Request Request(For purpose, int64_t bytes) const {
+    const bool work = purpose == For::kWork;
+    return {
+        .bytes = bytes,
+        .use = work ? MemoryUse::kWorking : record_->use,
+        .owner = options_.owner,
+        .what = work ? PurposeOfWork(record_->kind) : PurposeOfRecord(record_->kind, record_->key.ToString()),
+        .deadline = options_.deadline,
+        .stop = options_.stop};
+  }
+  absl::Status Keep(For purpose, absl::StatusOr<Reservation> promised) {
+    if (promised.ok()) (purpose == For::kWork ? lock_.working_ : weights_) = *std::move(promised);
+    return promised.status();
+  }
+  template <typename F>
+  void Change(F f) {
+    MutexLock lock(&cache_->mu_);
+    cache_->records_->ChangeOn(&device_, record_, f);
+  }
+  void WaitsForRoom(bool now) {
+    MutexLock lock(&cache_->mu_);
+    record_->residency[&device_].waits_for_room = now;
+    cache_->changed_.SignalAll();
+  }
+
+  ModelCache* const cache_;
+  const RecordPtr& record_;
+  Device& device_;
+  const DeviceLockOptions& options_;
+  DeviceLock& lock_;
+  std::shared_ptr<const Resource> have_;
+  Reservation weights_;
+};
 
 absl::Status ModelCache::MoveIn(const RecordPtr& record, Device& device, const DeviceLockOptions& options,
                                 DeviceLock& lock) {
-  MemoryBudget& budget = device.budget();
-  auto request = [&](int64_t bytes, MemoryUse use, const std::string& what) {
-    return MemoryBudget::Request{.bytes = bytes,
-                                 .use = use,
-                                 .owner = options.owner,
-                                 .what = what,
-                                 .deadline = options.deadline,
-                                 .stop = options.stop};
-  };
-  auto reserve = [&](const MemoryBudget::Request& wanted) {
-    return PromiseOnDevice(record, device, options.may_wait, wanted);
-  };
-  const std::string what = absl::StrCat(record->kind, " ", record->key.ToString());
-  const std::vector<ResourceBlock> blocks = record->resource->device_blocks();
-  const int64_t full = Sum(blocks);
-
-  // Working memory first: without it nothing can run, and weights can be streamed.
-  if (options.working_bytes > 0) {
-    const auto working =
-        request(options.working_bytes, MemoryUse::kWorking, absl::StrCat("working memory of ", record->kind));
-    auto promised = budget.TryReserve(working);
-    if (!promised.ok()) {
-      // This record's own copy may be in the way; it can come again, whole or in part.
-      {
-        MutexLock unpinned(&mu_);
-        records_->ChangeOn(&device, record, [&](Residency& there) { there.holders.Remove(lock.number_); });
-      }
-      promised = reserve(working);
-      MutexLock pinned(&mu_);
-      records_->ChangeOn(&device, record, [&](Residency& there) {
-        lock.number_ = there.holders.Add(options.owner, options.lasting);
-      });
-    }
-    if (!promised.ok()) return promised.status();
-    lock.working_ = std::move(*promised);
-  }
-
-  std::shared_ptr<const Resource> have;
-  std::vector<bool> resident;
-  int64_t have_bytes = 0;
-  {
-    MutexLock held(&mu_);
-    Residency& there = record->residency[&device];
-    have = there.copy;
-    have_bytes = there.bytes;
-    resident = there.resident;
-  }
-
-  ResidencyPlan plan = PlanResidency(blocks, MemoryBudget::kUnlimited, options.ring_slots);
-  const ResidencyPlan smallest = PlanResidency(blocks, 0, options.ring_slots);
-  Reservation memory;
-  auto take = [&](Reservation promised) {
-    lock.ring_ = promised.Split(plan.ring_bytes(), MemoryUse::kStaging);
-    memory = std::move(promised);
-  };
-  // A copy that is there keeps its blocks; the ring serves the rest.
-  auto keep_what_is_there = [&] {
-    plan = smallest;
-    plan.resident = resident;
-    plan.resident_bytes = have_bytes;
-    int32_t streamed = 0;
-    plan.slot_bytes = 0;
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      if (resident[i]) continue;
-      ++streamed;
-      plan.slot_bytes = std::max(plan.slot_bytes, blocks[i].bytes);
-    }
-    plan.ring_slots = std::min(plan.ring_slots, streamed);
-  };
-  // False when others use it.
-  auto let_go_of_what_is_there = [&] {
-    {
-      MutexLock held(&mu_);
-      if (record->residency[&device].holders.size() > 1) return false;
-      records_->ChangeOn(&device, record, [](Residency& there) { there.LetGoOfMemory(); });
-      have_bytes = 0;
-    }
-    have = nullptr;
-    resident.clear();
-    return true;
-  };
-  bool done = false;
-  if (!options.blocks.empty()) {
-    plan.resident_bytes = 0;
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      plan.resident[i] = blocks[i].stays || options.blocks[i] || (have != nullptr && resident[i]);
-      if (plan.resident[i]) plan.resident_bytes += blocks[i].bytes;
-    }
-    ASSIGN_OR_RETURN(Reservation promised,
-                     reserve(request(plan.resident_bytes - have_bytes, record->use, what)));
-    take(std::move(promised));
-    done = true;
-  } else if (options.mode != ResidencyMode::kStream || !smallest.streams()) {
-    auto promised = budget.TryReserve(request(full - have_bytes, record->use, what));
-    if (!promised.ok() && (options.mode == ResidencyMode::kFull || !smallest.streams())) {
-      promised = reserve(request(full - have_bytes, record->use, what));
-      if (!promised.ok()) return promised.status();
-    }
-    if (promised.ok()) {
-      take(std::move(*promised));
-      done = true;
-    }
-  } else if (have != nullptr) {
-    // Forced streaming counts from an empty device, so that a test sees what it asked for.
-    let_go_of_what_is_there();
-  }
-  if (!done && have != nullptr) {
-    keep_what_is_there();
-    const auto wanted = request(plan.ring_bytes(), record->use, what);
-    auto promised = budget.TryReserve(wanted);
-    // The copy may be what the ring has no room beside.
-    if (promised.ok() || !let_go_of_what_is_there()) {
-      if (!promised.ok()) promised = reserve(wanted);
-      if (!promised.ok()) return promised.status();
-      take(std::move(*promised));
-      done = true;
-    }
-  }
-  for (int tries = 0; !done; ++tries) {
-    constexpr int kTries = 3;  // somebody else may take what was seen to be there
-    const bool last = tries == kTries || options.mode == ResidencyMode::kStream;
-    plan = last ? smallest : PlanResidency(blocks, budget.ObtainableBytes(), options.ring_slots);
-    const auto wanted = request(plan.bytes(), record->use, what);
-    auto promised = last ? reserve(wanted) : budget.TryReserve(wanted);
-    if (last && !promised.ok()) return promised.status();
-    if (!promised.ok()) continue;
-    take(std::move(*promised));
-    done = true;
-  }
-
-  if (have == nullptr || plan.resident != resident) {
-    auto accounted = std::make_shared<Accounted>();
-    ASSIGN_OR_RETURN(accounted->resource,
-                     record->resource->CopyTo(device, plan.resident, have.get(), options.stop));
-    const int64_t copied = memory.bytes();
-    const uint64_t turn = memory.turn();
-    memory.Commit();
-    accounted->memory = std::move(memory);
-    accounted->base = have;
-    have = Accounted::Pointer(accounted);
-    MutexLock held(&mu_);
-    records_->ChangeOn(&device, record, [&](Residency& there) {
-      there.copy = have;
-      there.bytes = have_bytes + copied;
-      there.resident = plan.resident;
-      there.turn = turn;
-    });
-    DeviceCounters& counters = device_counters_[&device];
-    ++counters.copies;
-    counters.copied_bytes += copied;
-  }
-  if (plan.streams()) {
+  MovingIn moving(this, record, device, options, lock);
+  ResidentPart there;
+  ASSIGN_OR_RETURN(lock.plan_, ChooseResidency({.blocks = record->resource->device_blocks(),
+                                                .working_bytes = options.working_bytes,
+                                                .mode = options.mode,
+                                                .ring_slots = options.ring_slots,
+                                                .chosen = options.blocks},
+                                               moving, &there));
+  RETURN_IF_ERROR(moving.CopyIn(lock.plan_, there));
+  if (lock.plan_.streams()) {
     MutexLock held(&mu_);
     ++device_counters_[&device].streamed_locks;
   }
-  lock.resource_ = std::move(have);
-  lock.plan_ = std::move(plan);
   return absl::OkStatus();
 }
 
@@ -321,7 +269,7 @@ absl::StatusOr<DeviceLock> ModelCache::LockOnDevice(const LockHandle& handle, De
       const MemoryBudget::Request wanted = {.bytes = options.working_bytes,
                                             .use = MemoryUse::kWorking,
                                             .owner = options.owner,
-                                            .what = absl::StrCat("working memory of ", record->kind),
+                                            .what = PurposeOfWork(record->kind),
                                             .deadline = options.deadline,
                                             .stop = options.stop};
       ASSIGN_OR_RETURN(result.working_, options.may_wait ? device.budget().Reserve(wanted)

@@ -6,9 +6,11 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cache/admission.h"
 #include "cache/base/error.h"
 #include "cache/cache_loading.h"
 #include "cache/cache_record.h"
+#include "cache/load_set.h"
 #include "cache/model_cache.h"
 #include "cache/record_index.h"
 
@@ -252,7 +254,7 @@ absl::StatusOr<ModelCache::RecordPtr> ModelCache::LoadRecord(const ModelKey& key
     auto granted = ram_->Reserve({.bytes = loader.estimated_bytes,
                                   .use = loader.use,
                                   .owner = options.owner,
-                                  .what = absl::StrCat(loader.kind, " ", key.ToString()),
+                                  .what = PurposeOfRecord(loader.kind, key.ToString()),
                                   .deadline = options.deadline,
                                   .stop = options.stop});
     *promise_refused = !granted.ok();
@@ -327,7 +329,6 @@ absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const Loc
   std::vector<size_t> missing;
   std::vector<std::shared_ptr<Loading>> claims(requests.size());
   std::vector<std::unique_ptr<Joined>> joined(requests.size());
-  int64_t missing_bytes = 0;
   {
     MutexLock lock(&mu_);
     if (shutting_down_) return ShuttingDown();
@@ -342,34 +343,29 @@ absl::StatusOr<std::vector<LockHandle>> ModelCache::LockAll(absl::Span<const Loc
       } else {
         claims[i] = Claim(key, requests[i].loader, options.owner);
         missing.push_back(i);
-        missing_bytes += requests[i].loader.estimated_bytes;
       }
     }
   }
-  std::sort(missing.begin(), missing.end(),
-            [&](size_t a, size_t b) { return requests[a].key < requests[b].key; });
+  const LoadSet set = SetToLoad(requests, std::move(missing));
   std::vector<ModelKey> keys;
-  for (size_t i : missing) keys.push_back(requests[i].key);
+  for (size_t i : set.order) keys.push_back(requests[i].key);
 
   Reservation promised;
-  if (!missing.empty()) {
-    const Loader& first = requests[missing[0]].loader;
-    auto granted =
-        ram_->Reserve({.bytes = missing_bytes,
-                       .use = first.use,
-                       .owner = options.owner,
-                       .what = missing.size() == 1 ? absl::StrCat(first.kind, " ", keys[0].ToString())
-                                                   : absl::StrCat("a set of ", missing.size(), " records"),
-                       .deadline = options.deadline,
-                       .stop = options.stop});
+  if (!set.order.empty()) {
+    auto granted = ram_->Reserve({.bytes = set.bytes,
+                                  .use = requests[set.order[0]].loader.use,
+                                  .owner = options.owner,
+                                  .what = set.what,
+                                  .deadline = options.deadline,
+                                  .stop = options.stop});
     if (!granted.ok()) {
       Abandon(keys, granted.status());
       return granted.status();
     }
     promised = *std::move(granted);
   }
-  for (size_t n = 0; n < missing.size(); ++n) {
-    const size_t i = missing[n];
+  for (size_t n = 0; n < set.order.size(); ++n) {
+    const size_t i = set.order[n];
     auto handle = Load(keys[n], requests[i].loader, options, claims[i], &promised);
     if (!handle.ok()) {
       Abandon(absl::MakeConstSpan(keys).subspan(n + 1), handle.status());

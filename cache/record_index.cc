@@ -5,17 +5,6 @@
 namespace latentd {
 namespace {
 
-// Takes from two lists that are each in order: what is older in `conditioning` than the next of `rest` goes
-// before it.
-template <typename T, typename Turn, typename F>
-void Merge(T rest, T rest_end, auto conditioning, auto conditioning_end, Turn turn, F f) {
-  while (rest != rest_end || conditioning != conditioning_end) {
-    const bool first =
-        conditioning != conditioning_end && (rest == rest_end || turn(*conditioning) < turn(*rest));
-    if (!(first ? f(*conditioning++) : f(*rest++))) return;
-  }
-}
-
 std::vector<HeldGroup> Groups(std::map<std::tuple<std::vector<std::string>, bool, uint64_t>, int64_t> sums) {
   std::vector<HeldGroup> groups;
   for (const auto& [who, bytes] : sums) {
@@ -98,18 +87,14 @@ void RecordIndex::List(CacheRecord* record) {
   if (!record->holders.empty()) {
     held_.insert(record);
   } else if (record->indexed) {
-    record->use == MemoryUse::kConditioning ? void(idle_conditioning_.insert(record))
-                                            : void(idle_.insert(record));
+    idle_.Add(record);
     idle_by_time_.insert(record);
-    idle_bytes_ += record->bytes;
   }
 }
 
 void RecordIndex::Unlist(CacheRecord* record) {
   if (held_.erase(record) != 0 || !record->indexed) return;
-  if (idle_by_time_.erase(record) == 0) return;
-  record->use == MemoryUse::kConditioning ? idle_conditioning_.erase(record) : idle_.erase(record);
-  idle_bytes_ -= record->bytes;
+  if (idle_by_time_.erase(record) != 0) idle_.Remove(record);
 }
 
 void RecordIndex::UnlistUnder(const std::string& id, CacheRecord* record) { EraseFrom(by_id_, id, record); }
@@ -125,28 +110,17 @@ void RecordIndex::Walked(size_t records) const {
   longest_walk_ = std::max(longest_walk_, static_cast<int64_t>(records));
 }
 
-std::vector<RecordPtr> RecordIndex::Victims(int64_t bytes) const {
-  std::vector<RecordPtr> victims;
-  if (bytes <= 0) return victims;
-  int64_t freed = 0;
-  Merge(
-      idle_.begin(), idle_.end(), idle_conditioning_.begin(), idle_conditioning_.end(),
-      [](const CacheRecord* r) { return r->worth.last_used; },
-      [&](const CacheRecord* r) {
-        victims.push_back(Shared(r));
-        return (freed += r->bytes) < bytes;
-      });
-  return victims;
+std::vector<RecordPtr> RecordIndex::Shared(const std::vector<CacheRecord*>& records) const {
+  std::vector<RecordPtr> shared;
+  shared.reserve(records.size());
+  for (const CacheRecord* record : records) shared.push_back(Shared(record));
+  return shared;
 }
 
+std::vector<RecordPtr> RecordIndex::Victims(int64_t bytes) const { return Shared(idle_.Victims(bytes)); }
+
 std::vector<RecordPtr> RecordIndex::ConditioningBeyond(int64_t bytes) const {
-  std::vector<RecordPtr> victims;
-  int64_t left = conditioning_bytes_;
-  for (auto it = idle_conditioning_.begin(); left > bytes && it != idle_conditioning_.end(); ++it) {
-    victims.push_back(Shared(*it));
-    left -= (*it)->bytes;
-  }
-  return victims;
+  return Shared(idle_.ConditioningBeyond(bytes, conditioning_bytes_));
 }
 
 std::vector<RecordPtr> RecordIndex::UnusedSince(absl::Time time) const {
@@ -159,26 +133,19 @@ std::vector<RecordPtr> RecordIndex::UnusedSince(absl::Time time) const {
 }
 
 std::vector<RecordPtr> RecordIndex::VictimsOn(Device* device, int64_t bytes) const {
-  std::vector<RecordPtr> victims;
   const auto on = devices_.find(device);
-  if (on == devices_.end() || bytes <= 0) return victims;
+  if (on == devices_.end() || bytes <= 0) return {};
   Walked(on->second.records.size());
+  std::vector<CacheRecord*> idle;
+  std::vector<IdleCopy> copies;
   for (CacheRecord* record : on->second.records) {
     const Residency& there = record->residency.at(device);
-    if (there.copy != nullptr && there.holders.empty()) victims.push_back(Shared(record));
+    if (there.copy == nullptr || !there.holders.empty()) continue;
+    idle.push_back(record);
+    copies.push_back({record->worth.last_used, there.bytes});
   }
-  std::sort(victims.begin(), victims.end(),
-            [](const RecordPtr& a, const RecordPtr& b) { return a->worth.last_used < b->worth.last_used; });
-  auto size = [&](const RecordPtr& r) { return r->residency.at(device).bytes; };
-  int64_t freed = 0;
-  size_t n = 0;
-  while (n < victims.size() && freed < bytes) freed += size(victims[n++]);
-  victims.resize(n);
-  for (size_t i = victims.size(); i-- > 0;) {  // what was used last stays before the others
-    if (freed - size(victims[i]) < bytes) continue;
-    freed -= size(victims[i]);
-    victims.erase(victims.begin() + static_cast<std::ptrdiff_t>(i));
-  }
+  std::vector<RecordPtr> victims;
+  for (size_t i : CopiesThatGo(copies, bytes)) victims.push_back(Shared(idle[i]));
   return victims;
 }
 
@@ -307,41 +274,44 @@ RecordStats RecordIndex::Describe(const CacheRecord& record) {
   r.bytes = record.bytes;
   r.lock_count = static_cast<int64_t>(record.holders.size());
   r.holders = record.holders.Owners();
+  r.lasting = record.holders.lasting();
   r.stale = !record.indexed;
   r.load_seconds = record.load_seconds;
   r.last_used = record.last_used;
   r.worth = record.worth;
   for (const auto& [device, there] : record.residency) {
     if (there.copy == nullptr) continue;
+    std::vector<ResourceBlock> blocks = record.resource->device_blocks();
     int64_t full = 0;
-    for (const ResourceBlock& block : record.resource->device_blocks()) full += block.bytes;
-    r.residency.push_back({device->name(), there.bytes, full, static_cast<int64_t>(there.holders.size())});
+    for (const ResourceBlock& block : blocks) full += block.bytes;
+    r.residency.push_back({.device = device->name(),
+                           .bytes = there.bytes,
+                           .full_bytes = full,
+                           .lock_count = static_cast<int64_t>(there.holders.size()),
+                           .lasting = there.holders.lasting(),
+                           .blocks = std::move(blocks),
+                           .resident = there.resident});
   }
   return r;
 }
 
 void RecordIndex::Sort(std::vector<RecordStats>* records) {
-  std::vector<RecordStats> rest, conditioning, held, stale, sorted;
+  std::vector<RecordStats> held, stale, sorted;
+  EvictionOrder<RecordStats> idle;
   for (RecordStats& r : *records) {
-    auto& list = r.stale                             ? stale
-                 : r.lock_count > 0                  ? held
-                 : r.use == MemoryUse::kConditioning ? conditioning
-                                                     : rest;
-    list.push_back(std::move(r));
+    if (!r.stale && r.lock_count == 0) {
+      idle.Add(&r);
+    } else {
+      (r.stale ? stale : held).push_back(std::move(r));
+    }
   }
-  auto by_worth = [](const RecordStats& a, const RecordStats& b) { return a.worth < b.worth; };
-  std::sort(rest.begin(), rest.end(), by_worth);
-  std::sort(held.begin(), held.end(), by_worth);
-  std::sort(conditioning.begin(), conditioning.end(),
-            [](const RecordStats& a, const RecordStats& b) { return a.worth.last_used < b.worth.last_used; });
+  std::sort(held.begin(), held.end(),
+            [](const RecordStats& a, const RecordStats& b) { return a.worth < b.worth; });
   sorted.reserve(records->size());
-  Merge(
-      rest.begin(), rest.end(), conditioning.begin(), conditioning.end(),
-      [](const RecordStats& r) { return r.worth.last_used; },
-      [&](RecordStats& r) {
-        sorted.push_back(std::move(r));
-        return true;
-      });
+  idle.ForEach([&](RecordStats* r) {
+    sorted.push_back(std::move(*r));
+    return true;
+  });
   std::move(held.begin(), held.end(), std::back_inserter(sorted));
   std::move(stale.begin(), stale.end(), std::back_inserter(sorted));
   *records = std::move(sorted);

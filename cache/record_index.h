@@ -1,9 +1,5 @@
 // The records of a cache, in the orders in which it looks for them, so that no call has to go through all of
-// them. For the files of ModelCache alone, under its mutex.
-//
-// A record goes in this order: what is not conditioning by its worth (GreedyDual); and before each of those,
-// the conditioning that was not used since. So what is computed for one prompt never outlives, for its
-// seconds, weights that plain LRU would have kept.
+// them. For the files of ModelCache alone, under its mutex. Which of them go is decided in eviction_order.h.
 #ifndef LATENTD_CACHE_RECORD_INDEX_H_
 #define LATENTD_CACHE_RECORD_INDEX_H_
 
@@ -20,6 +16,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "cache/cache_record.h"
 #include "cache/cache_stats.h"
+#include "cache/eviction_order.h"
 #include "cache/model_key.h"
 #include "cache/wait_analysis.h"
 
@@ -91,8 +88,8 @@ class RecordIndex {
 
   std::vector<HeldGroup> HeldByWhom() const;
   std::vector<HeldGroup> HeldByWhomOn(Device* device) const;
-  int64_t idle_bytes() const { return idle_bytes_; }
-  int64_t held_bytes() const { return bytes_ - idle_bytes_; }
+  int64_t idle_bytes() const { return idle_.bytes(); }
+  int64_t held_bytes() const { return bytes_ - idle_.bytes(); }
   int64_t bytes() const { return bytes_; }
   size_t held_records() const { return held_.size(); }
   int64_t BytesOn(Device* device) const;
@@ -115,14 +112,6 @@ class RecordIndex {
   int64_t longest_walk() const { return longest_walk_; }
 
  private:
-  struct ByWorth {
-    bool operator()(const CacheRecord* a, const CacheRecord* b) const { return a->worth < b->worth; }
-  };
-  struct ByTurn {
-    bool operator()(const CacheRecord* a, const CacheRecord* b) const {
-      return std::pair(a->worth.last_used, a) < std::pair(b->worth.last_used, b);
-    }
-  };
   struct ByTime {
     bool operator()(const CacheRecord* a, const CacheRecord* b) const {
       return std::pair(a->last_used, a) < std::pair(b->last_used, b);
@@ -139,6 +128,7 @@ class RecordIndex {
   void ListUnder(const std::string& id, CacheRecord* record) { by_id_[id].insert(record); }
   void UnlistUnder(const std::string& id, CacheRecord* record);
   RecordPtr Shared(const CacheRecord* record) const { return slots_[record->slot]; }
+  std::vector<RecordPtr> Shared(const std::vector<CacheRecord*>& records) const;
   void Walked(size_t records) const;
 
   std::vector<RecordPtr> slots_;  // all there are, and gaps
@@ -146,12 +136,11 @@ class RecordIndex {
   absl::flat_hash_map<ModelKey, CacheRecord*> by_key_;
   std::map<std::string, absl::flat_hash_set<CacheRecord*>> by_id_;  // and by names
   absl::flat_hash_map<std::string, absl::flat_hash_set<CacheRecord*>> by_source_;
-  std::set<CacheRecord*, ByWorth> idle_;
-  std::set<CacheRecord*, ByTurn> idle_conditioning_;
+  EvictionOrder<CacheRecord> idle_;
   std::set<CacheRecord*, ByTime> idle_by_time_;
   absl::flat_hash_set<CacheRecord*> held_;
   std::map<Device*, OnDevice> devices_;
-  int64_t bytes_ = 0, idle_bytes_ = 0, conditioning_bytes_ = 0;
+  int64_t bytes_ = 0, conditioning_bytes_ = 0;
   Look* look_ = nullptr;
   uint64_t looks_ = 0;
   mutable int64_t longest_walk_ = 0;

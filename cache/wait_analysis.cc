@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cache/admission.h"
+
 namespace latentd {
 namespace {
 
@@ -84,7 +86,7 @@ WaitAnalysis::Verdict WaitAnalysis::Of(uint64_t id) const {
 }
 
 bool WaitAnalysis::IsHopeless(const Budget& budget, int owner, int64_t bytes) const {
-  return bytes > budget.cap - budget.lasting - At(budget.own, owner);
+  return latentd::IsHopeless(budget.cap, budget.lasting, At(budget.own, owner), bytes);
 }
 
 bool WaitAnalysis::IsHopeless(int budget, const std::string& owner, int64_t bytes) const {

@@ -1,8 +1,7 @@
 #include "server/runtime/planner.h"
 
 #include <algorithm>
-#include <list>
-#include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,272 +16,14 @@
 #include "server/rpc/grpc_errors.h"
 #include "server/rpc/params.h"
 #include "server/runtime/conditioning_key.h"
+#include "server/runtime/imagined_memory.h"
 #include "server/runtime/job_record.h"
 #include "server/runtime/phase_resources.h"
 
 namespace latentd {
 namespace {
 
-constexpr char kConditioning[] = "conditioning";
-
-// A cache that is only thought of: the records of a snapshot in the order in which they would go, and how
-// many bytes are free. Goes through what a job does as the job would.
-class ImaginedCache {
- public:
-  ImaginedCache(const CacheStats& stats, v1::PlanResponse* plan)
-      : plan_(plan),
-        cap_(stats.ram.cap_bytes),
-        free_(stats.ram.cap_bytes - stats.ram.in_use_bytes + stats.leaving_bytes - stats.ram.reserved_bytes) {
-    for (const RecordStats& r : stats.records) {
-      if (!r.stale) records_.push_back({r.key.ToString(), r.kind, r.bytes, r.lock_count > 0, false, r.names});
-    }
-  }
-
-  bool Has(const std::string& key) const { return const_cast<ImaginedCache*>(this)->Find(key) != nullptr; }
-
-  // Bytes for running work. False, with the reason in the plan, when they cannot be had.
-  bool Promise(int64_t bytes, const std::string& what) {
-    if (!MakeRoom(bytes, what)) return false;
-    free_ -= bytes;
-    Hold(bytes);
-    return true;
-  }
-  void GiveBack(int64_t bytes) {
-    free_ += bytes;
-    held_ -= bytes;
-  }
-
-  // Locks a record, loading it when it is not there. `names` as of RecordStats.
-  bool Lock(const std::string& key, const std::string& kind, int64_t bytes,
-            const std::vector<std::string>& names = {}) {
-    Record* record = Find(key);
-    if (record == nullptr) {
-      if (!MakeRoom(bytes, absl::StrCat(kind, " ", key))) return false;
-      free_ -= bytes;
-      v1::PlanResponse::Load& load = *plan_->add_loads();
-      load.set_key(key);
-      load.set_kind(kind);
-      load.set_bytes(bytes);
-      for (const std::string& name : names) load.add_names(name);
-      records_.push_back({key, kind, bytes, false, false, names});
-      record = &records_.back();
-    }
-    record->locked = record->mine = true;
-    Hold(record->bytes);
-    return true;
-  }
-  void Unlock(const std::string& key) {
-    for (auto it = records_.begin(); it != records_.end(); ++it) {
-      if (it->key != key || !it->mine) continue;
-      it->mine = it->locked = false;
-      held_ -= it->bytes;
-      records_.splice(records_.end(), records_, it);  // just used: goes last
-      return;
-    }
-  }
-  int64_t Obtainable() const {
-    int64_t bytes = free_;
-    for (const Record& record : records_) bytes += record.locked ? 0 : record.bytes;
-    return bytes;
-  }
-  // A record that came to be without a load.
-  void Keep(const std::string& key, const std::string& kind, int64_t promised) {
-    records_.push_back({key, kind, promised, true, true, {}});
-  }
-  // Conditioning goes where there is more of it than that, the least recently used first.
-  void BoundConditioning(int64_t cap) {
-    int64_t sum = 0;
-    for (const Record& record : records_) sum += record.kind == kConditioning ? record.bytes : 0;
-    for (auto it = records_.begin(); sum > cap && it != records_.end();) {
-      if (it->locked || it->kind != kConditioning) {
-        ++it;
-        continue;
-      }
-      sum -= it->bytes;
-      it = Evict(it);
-    }
-  }
-
- private:
-  struct Record {
-    std::string key, kind;
-    int64_t bytes;
-    bool locked;        // by anybody
-    bool mine = false;  // by this job
-    std::vector<std::string> names = {};
-  };
-
-  Record* Find(const std::string& key) {
-    auto it = std::find_if(records_.begin(), records_.end(), [&](const Record& r) { return r.key == key; });
-    return it == records_.end() ? nullptr : &*it;
-  }
-
-  void Hold(int64_t bytes) {
-    held_ += bytes;
-    plan_->set_peak_ram_bytes(std::max(plan_->peak_ram_bytes(), held_));
-  }
-
-  bool MakeRoom(int64_t bytes, const std::string& what) {
-    if (bytes > Obtainable()) return Refuse(bytes, what);
-    for (auto it = records_.begin(); free_ < bytes && it != records_.end();) {
-      if (it->locked) {
-        ++it;
-        continue;
-      }
-      it = Evict(it);
-    }
-    return true;
-  }
-
-  std::list<Record>::iterator Evict(std::list<Record>::iterator it) {
-    v1::PlanResponse::Eviction& eviction = *plan_->add_evictions();
-    eviction.set_key(it->key);
-    eviction.set_kind(it->kind);
-    eviction.set_bytes(it->bytes);
-    for (const std::string& name : it->names) eviction.add_names(name);
-    free_ += it->bytes;
-    return records_.erase(it);
-  }
-
-  bool Refuse(int64_t bytes, const std::string& what) {
-    const char* reason = bytes > cap_ ? "MODEL_EXCEEDS_BUDGET" : "BUDGET_EXHAUSTED";
-    *plan_->mutable_reason() = ToRpcStatus(MakeError(
-        bytes > cap_ ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kResourceExhausted, reason,
-        absl::StrCat(what, " needs ", bytes, " bytes of ram; ", std::max<int64_t>(Obtainable(), 0), " of ",
-                     cap_, " bytes could be had"),
-        {{"budget", "ram"},
-         {"what", what},
-         {"needed_bytes", absl::StrCat(bytes)},
-         {"held_bytes", absl::StrCat(cap_ - Obtainable())},
-         {"cap_bytes", absl::StrCat(cap_)}}));
-    return false;
-  }
-
-  v1::PlanResponse* const plan_;
-  std::list<Record> records_;
-  const int64_t cap_;
-  int64_t free_;
-  int64_t held_ = 0;
-};
-
-// The same for a device with memory of its own.
-class ImaginedDevice {
- public:
-  ImaginedDevice(const Device& device, const CacheStats& stats, v1::PlanResponse* plan)
-      : name_(device.name()), plan_(plan) {
-    const auto it = stats.devices.find(name_);
-    if (it != stats.devices.end()) {
-      const MemoryBudget::Stats& budget = it->second.budget;
-      cap_ = budget.cap_bytes;
-      free_ = budget.cap_bytes - budget.foreign_bytes - budget.in_use_bytes - budget.reserved_bytes;
-    }
-    for (const RecordStats& r : stats.records) {
-      for (const ResidencyStats& there : r.residency) {
-        if (there.device != name_) continue;
-        copies_.push_back(
-            {r.key.ToString(), r.kind, there.bytes, there.lock_count > 0, r.names, r.worth.last_used});
-      }
-    }
-    std::sort(copies_.begin(), copies_.end(), [](const Copy& a, const Copy& b) { return a.turn < b.turn; });
-  }
-
-  bool Promise(int64_t bytes, const std::string& what) {
-    if (bytes > Obtainable()) {
-      *plan_->mutable_reason() = ToRpcStatus(MakeError(
-          absl::StatusCode::kResourceExhausted, "BUDGET_EXHAUSTED",
-          absl::StrCat(what, " needs ", bytes, " bytes of ", name_, "; ", Obtainable(), " could be had"),
-          {{"budget", name_},
-           {"what", what},
-           {"needed_bytes", absl::StrCat(bytes)},
-           {"held_bytes", absl::StrCat(cap_ - Obtainable())},
-           {"cap_bytes", absl::StrCat(cap_)}}));
-      return false;
-    }
-    MakeRoom(bytes);
-    free_ -= bytes;
-    return true;
-  }
-  void GiveBack(int64_t bytes) { free_ += bytes; }
-
-  // As ModelCache::LockOnDevice does it. Sets what is resident of how much.
-  bool Lock(const std::string& key, const std::string& kind, const std::vector<ResourceBlock>& blocks,
-            ResidencyMode mode, int32_t ring_slots, v1::PlanResponse::Phase* phase, int64_t* ring) {
-    int64_t full = 0, have = 0;
-    for (const ResourceBlock& block : blocks) full += block.bytes;
-    for (Copy& copy : copies_) {
-      if (copy.key != key) continue;
-      have = copy.bytes;
-      copy.locked = true;
-    }
-    const ResidencyPlan smallest = PlanResidency(blocks, 0, ring_slots);
-    ResidencyPlan plan = PlanResidency(blocks, MemoryBudget::kUnlimited, ring_slots);
-    const bool stream = mode == ResidencyMode::kStream && smallest.streams();
-    if (stream || (mode == ResidencyMode::kAuto && smallest.streams() && full - have > Obtainable())) {
-      plan = stream ? smallest : PlanResidency(blocks, Obtainable() + have, ring_slots);
-    }
-    phase->set_full_bytes(full);
-    phase->set_resident_bytes(plan.resident_bytes);
-    *ring = plan.ring_bytes();
-    const int64_t more = std::max<int64_t>(0, plan.resident_bytes - have);
-    if (!Promise(more + plan.ring_bytes(), absl::StrCat(kind, " ", key))) return false;
-    if (have == 0) copies_.push_back({key, kind, plan.resident_bytes, true, {}});
-    return true;
-  }
-  int64_t Obtainable() const {
-    int64_t bytes = free_;
-    for (const Copy& copy : copies_) bytes += copy.locked ? 0 : copy.bytes;
-    return std::max<int64_t>(0, bytes);
-  }
-  void Unlock(const std::string& key) {
-    for (auto it = copies_.begin(); it != copies_.end(); ++it) {
-      if (it->key != key) continue;
-      it->locked = false;
-      std::rotate(it, it + 1, copies_.end());  // just used: goes last
-      return;
-    }
-  }
-
- private:
-  struct Copy {
-    std::string key, kind;
-    int64_t bytes;
-    bool locked;
-    std::vector<std::string> names;
-    uint64_t turn = 0;  // of its last use; copies_ is in that order
-  };
-
-  // As ModelCache::Offload does it.
-  void MakeRoom(int64_t bytes) {
-    int64_t free = free_;
-    std::vector<size_t> go;
-    for (size_t i = 0; i < copies_.size() && free < bytes; ++i) {
-      if (copies_[i].locked) continue;
-      free += copies_[i].bytes;
-      go.push_back(i);
-    }
-    for (size_t n = go.size(); n-- > 0;) {
-      if (free - copies_[go[n]].bytes < bytes) continue;
-      free -= copies_[go[n]].bytes;
-      go.erase(go.begin() + static_cast<std::ptrdiff_t>(n));
-    }
-    free_ = free;
-    for (size_t index : go) {
-      v1::PlanResponse::Eviction& eviction = *plan_->add_evictions();
-      eviction.set_key(copies_[index].key);
-      eviction.set_kind(copies_[index].kind);
-      eviction.set_bytes(copies_[index].bytes);
-      eviction.set_device(name_);
-      for (const std::string& name : copies_[index].names) eviction.add_names(name);
-    }
-    for (size_t n = go.size(); n-- > 0;) copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(go[n]));
-  }
-
-  const std::string name_;
-  v1::PlanResponse* const plan_;
-  std::vector<Copy> copies_;
-  int64_t cap_ = 0;
-  int64_t free_ = 0;
-};
+constexpr char kHost[] = "";  // ImaginedMemory's name of it
 
 double BytesPerNumber(const OpenModel& model, const Component& component) {
   return static_cast<double>(model.part(component.name).bytes) /
@@ -310,10 +51,12 @@ int64_t RankInFile(const std::string& path, const PatchTarget& target) {
   return widest;
 }
 
-// What a component's weights will be on a device, from its description: shapes, and its bytes per number.
-std::vector<ResourceBlock> DescribeBlocks(const OpenModel& model, const Component& component) {
+// What `bytes` of a component's weights are on a device, by its description: shapes, and all numbers of the
+// same size.
+std::vector<ResourceBlock> DescribeBlocks(const Component& component, int64_t bytes) {
   const ComponentLayout& layout = *component.layout;
-  const double bytes_per_number = BytesPerNumber(model, component);
+  const double bytes_per_number =
+      static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(layout.parameter_count(), 1));
   std::vector<ResourceBlock> blocks;
   for (const ComponentLayout::Block& block : layout.blocks()) blocks.push_back({0, block.stays});
   blocks.push_back({0, true});
@@ -342,11 +85,8 @@ class Planner {
         decode_tiles_(decode_tiles),
         file_bytes_(file_bytes),
         stats_(core.cache->Stats()),
-        ram_(stats_, &plan_) {
-    for (const auto& executor : core.executors) {
-      if (executor->device().uses_host_memory()) continue;
-      devices_.emplace(&executor->device(), ImaginedDevice(executor->device(), stats_, &plan_));
-    }
+        memory_(stats_,
+                [this](const std::string& kind, int64_t bytes) { return SecondsToLoad(kind, bytes); }) {
     for (const LoraChoice& lora : loras_) matches_.push_back(MatchOf(lora));
   }
 
@@ -354,6 +94,7 @@ class Planner {
     Executor& home = core_.WouldPlace(model_);
     plan_.set_device(home.device().name());
     plan_.set_fits(RunAll(home));
+    TellWhatHappened();
     if (plan_.fits() && timed_) plan_.set_seconds(seconds_ + LoadSeconds());
     return std::move(plan_);
   }
@@ -362,19 +103,22 @@ class Planner {
   bool RunAll(Executor& home) {
     std::vector<LockRequest> loras;
     for (const LoraChoice& lora : loras_) loras.push_back(lora.request);
-    if (!LockTogether(loras, "LoRAs") || !LockTogether(embeddings_, "embeddings")) return false;
-    if (params_.has_pictures() && !ram_.Promise(PictureBytes(params_), "pictures of a request")) {
+    if (!Can(memory_.LockAll(loras)) || !Can(memory_.LockAll(embeddings_))) return false;
+    if (params_.has_pictures() &&
+        !Can(memory_.Promise(kHost, PictureBytes(params_), "pictures of a request"))) {
       return false;
     }
     bool embeddings_locked = true;
     for (size_t phase = 0; phase < run_->phases().size(); ++phase) {
       const PhaseKind kind = run_->phases()[phase].kind;
       if (kind != PhaseKind::kEncodeText && std::exchange(embeddings_locked, false)) {
-        for (const LockRequest& embedding : embeddings_) ram_.Unlock(embedding.key.ToString());
+        for (const LockRequest& embedding : embeddings_) memory_.Unlock(embedding.key);
       }
       if (kind == PhaseKind::kDecode && file_bytes_ == 0) continue;
-      if (kind == PhaseKind::kDecode && !ram_.Promise(PicturesBytes(file_bytes_, params_), "pictures"))
+      if (kind == PhaseKind::kDecode &&
+          !Can(memory_.Promise(kHost, PicturesBytes(file_bytes_, params_), "pictures"))) {
         return false;
+      }
       const bool fits = kind == PhaseKind::kEncodeText ? EncodeText(phase, home) : RunComponents(phase, home);
       if (!fits) return false;
     }
@@ -390,18 +134,29 @@ class Planner {
     return true;
   }
 
-  // As ModelCache::LockAll does it: what is not there is promised together.
-  bool LockTogether(const std::vector<LockRequest>& requests, absl::string_view what) {
-    int64_t missing = 0;
-    for (const LockRequest& request : requests) {
-      if (!ram_.Has(request.key.ToString())) missing += request.loader.estimated_bytes;
+  // False, with the reason in the plan, when memory was refused.
+  bool Can(const absl::Status& status) {
+    if (!status.ok()) *plan_.mutable_reason() = ToRpcStatus(status);
+    return status.ok();
+  }
+
+  void TellWhatHappened() {
+    plan_.set_peak_ram_bytes(memory_.peak_ram_bytes());
+    for (const ImaginedMemory::Load& from : memory_.loads()) {
+      v1::PlanResponse::Load& load = *plan_.add_loads();
+      load.set_key(from.key.ToString());
+      load.set_kind(from.kind);
+      load.set_bytes(from.bytes);
+      for (const std::string& name : from.names) load.add_names(name);
     }
-    if (missing > 0 && !ram_.Promise(missing, absl::StrCat("a set of ", requests.size(), " ", what)))
-      return false;
-    ram_.GiveBack(missing);
-    return std::all_of(requests.begin(), requests.end(), [&](const LockRequest& request) {
-      return ram_.Lock(request.key.ToString(), request.loader.kind, request.loader.estimated_bytes);
-    });
+    for (const ImaginedMemory::Eviction& from : memory_.evictions()) {
+      v1::PlanResponse::Eviction& eviction = *plan_.add_evictions();
+      eviction.set_key(from.key.ToString());
+      eviction.set_kind(from.kind);
+      eviction.set_bytes(from.bytes);
+      eviction.set_device(from.device);
+      for (const std::string& name : from.names) eviction.add_names(name);
+    }
   }
 
   bool EncodeText(size_t index, Executor& home) {
@@ -413,22 +168,18 @@ class Planner {
       if (!lora.ActiveAt(0) || !Reaches(i, component)) continue;
       sources.push_back({lora.name, lora.request.key, StrengthText(lora.weight, lora.blocks, component)});
     }
-    const std::string key =
-        ConditioningKey(model_, *run_, index, std::move(sources), mode_, executor.device(),
-                        core_.ComputeOf(executor.device(), model_.component(component)))
-            .ToString();
-    if (ram_.Has(key)) {
-      ram_.Lock(key, "conditioning", 0);
+    const ModelKey key = ConditioningKey(model_, *run_, index, std::move(sources), mode_, executor.device(),
+                                         core_.ComputeOf(executor.device(), model_.component(component)));
+    if (memory_.TryLock(key)) {
       v1::PlanResponse::Phase& phase = *plan_.add_phases();
       phase.set_component(component);
       phase.set_cached(true);
       return true;
     }
     const int64_t bytes = run_->OutputBytes(index);
-    if (!ram_.Promise(bytes, "conditioning")) return false;
+    if (!Can(memory_.Promise(kHost, bytes, "conditioning"))) return false;
     if (!RunComponents(index, executor)) return false;
-    ram_.Keep(absl::StrCat("conditioning of ", component), kConditioning, bytes);
-    ram_.BoundConditioning(core_.cache->conditioning_cap());
+    memory_.Insert(key, "conditioning", MemoryUse::kConditioning, bytes, 0);
     return true;
   }
 
@@ -451,7 +202,7 @@ class Planner {
 
   // What patches add to a phase: a record of merged weights, bytes beside the weights, or both.
   struct Overlay {
-    std::string record;  // empty = none
+    std::optional<LockRequest> record;
     int64_t record_bytes = 0;
     int64_t merging_bytes = 0;  // while the record is made
     bool record_first = false;  // applied before it is known which blocks are resident: copied in full
@@ -462,9 +213,8 @@ class Planner {
   bool RunPhase(size_t index, const std::string& name, Executor& executor, int64_t units) {
     const Component& component = model_.component(name);
     const LockRequest request = model_.ComponentRequest(name);
-    const std::string key = request.key.ToString();
     Device& device = executor.device();
-    const auto it = devices_.find(&device);
+    const std::string memory = device.uses_host_memory() ? kHost : device.name();
     const Overlay overlay = OverlayOf(component, request.key);
     PhaseOptions options;
     options.beside_rank = overlay.rank;
@@ -473,13 +223,13 @@ class Planner {
                              : of.kind == PhaseKind::kEncodeMedia ? encode_tiles_
                                                                   : decode_tiles_;
     options.tile = tiles.first;
-    if (!ram_.Lock(key, component.name, request.loader.estimated_bytes, {model_.id})) return false;
+    if (!Can(memory_.Lock(request))) return false;
+    const bool makes_record = overlay.record && !memory_.Has(overlay.record->key);
     const auto slots = static_cast<int32_t>(core_.config.ring_blocks);
-    const int64_t room =
-        (it == devices_.end()
-             ? ram_.Obtainable()
-             : it->second.Obtainable() - PlanResidency(DescribeBlocks(model_, component), 0, slots).bytes()) -
-        overlay.beside_bytes - (ram_.Has(overlay.record) ? 0 : overlay.record_bytes);
+    const int64_t least_of_weights =
+        device.uses_host_memory() ? 0 : PlanResidency(BlocksOf(component, request.key), 0, slots).bytes();
+    const int64_t room = memory_.ObtainableBytes(memory) - least_of_weights - overlay.beside_bytes -
+                         (makes_record ? overlay.record_bytes : 0);
     ChooseTile(index, component, device, room, tiles.may_shrink, options);
 
     v1::PlanResponse::Phase phase;
@@ -503,24 +253,9 @@ class Planner {
     } else {
       timed_ = false;
     }
-    const std::string what = absl::StrCat("working memory of ", name);
-    if (!overlay.record.empty()) {
-      const int64_t merging = ram_.Has(overlay.record) ? 0 : overlay.merging_bytes;
-      if (!ram_.Promise(merging, "merging of patches") ||
-          !ram_.Lock(overlay.record, "merged", overlay.record_bytes)) {
-        return false;
-      }
-      ram_.GiveBack(merging);
-    }
-    if (it == devices_.end()) {
-      if (!ram_.Promise(overlay.beside_bytes, "patches") || !ram_.Promise(working, what)) return false;
-      ram_.GiveBack(working + overlay.beside_bytes);
-    } else if (!RunOnDevice(it->second, component, key, working, overlay, &phase)) {
-      return false;
-    }
-    if (!overlay.record.empty()) ram_.Unlock(overlay.record);
+    if (!RunOnDevice(memory, component, request.key, working, overlay, &phase)) return false;
     *plan_.add_phases() = std::move(phase);
-    ram_.Unlock(key);
+    memory_.Unlock(request.key);
     return true;
   }
 
@@ -547,49 +282,63 @@ class Planner {
         run_->WorkingBytes(index, component.name, options));
   }
 
-  // As PhaseResources does it on a device with memory of its own: patches, working memory, weights.
-  bool RunOnDevice(ImaginedDevice& device, const Component& component, const std::string& key,
+  // As PhaseResources does it: patches, working memory, weights; and lets them go. `memory`: a device's, or
+  // the host's.
+  bool RunOnDevice(const std::string& memory, const Component& component, const ModelKey& key,
                    int64_t working, const Overlay& overlay, v1::PlanResponse::Phase* phase) {
-    const ResidencyMode mode = core_.config.residency == "stream" ? ResidencyMode::kStream
-                               : core_.config.residency == "full" ? ResidencyMode::kFull
-                                                                  : ResidencyMode::kAuto;
-    const auto ring_slots = static_cast<int32_t>(core_.config.ring_blocks);
-    v1::PlanResponse::Phase unused;
-    int64_t ring = 0, none = 0;
-    std::vector<std::string> copies;
-    if (mode_ != PatchMode::kDirect || StoredAsFloat8(model_, component)) {
+    const bool host = memory == kHost;
+    std::vector<ImaginedMemory::OnDevice> patches, merged, weights;
+    auto lock = [&](const ModelKey& record, ResidencyWish wish,
+                    std::vector<ImaginedMemory::OnDevice>* locks) {
+      wish.ring_slots = static_cast<int32_t>(core_.config.ring_blocks);
+      auto locked = memory_.LockOnDevice(record, memory, std::move(wish));
+      if (locked.ok()) locks->push_back(*std::move(locked));
+      return Can(locked.status());
+    };
+    if (!host && (mode_ != PatchMode::kDirect || StoredAsFloat8(model_, component))) {
       for (size_t i = 0; i < loras_.size(); ++i) {
         if (!Reaches(i, component.name)) continue;
         const LoraChoice& lora = loras_[i];
-        copies.push_back(lora.request.key.ToString());
         const std::vector<ResourceBlock> whole = {{lora.request.loader.estimated_bytes, true}};
-        if (!device.Lock(copies.back(), "lora", whole, ResidencyMode::kFull, ring_slots, &unused, &none))
-          return false;
+        if (!lock(lora.request.key, {.blocks = whole, .mode = ResidencyMode::kFull}, &patches)) return false;
       }
     }
-    auto lock_merged = [&](double share) {
-      copies.push_back(overlay.record);
-      const auto resident = static_cast<int64_t>(share * static_cast<double>(overlay.record_bytes));
-      return device.Lock(overlay.record, "merged", {{resident, true}}, ResidencyMode::kFull, ring_slots,
-                         &unused, &none);
-    };
-    if (overlay.record_first && !lock_merged(1)) return false;
-    if (!device.Promise(overlay.beside_bytes, "patches") ||
-        !device.Promise(working, absl::StrCat("working memory of ", component.name)) ||
-        !device.Lock(key, component.name, DescribeBlocks(model_, component), mode, ring_slots, phase,
-                     &ring)) {
-      return false;
-    }
     // Of merged weights, those are copied whose blocks are resident.
-    if (!overlay.record.empty() && !overlay.record_first &&
-        !lock_merged(static_cast<double>(phase->resident_bytes()) /
-                     static_cast<double>(phase->full_bytes()))) {
+    auto lock_merged = [&](std::vector<bool> resident) {
+      if (!overlay.record) return true;
+      if (!Can(memory_.Lock(*overlay.record, overlay.record_bytes))) return false;
+      return host || lock(overlay.record->key,
+                          {.blocks = DescribeBlocks(component, overlay.record_bytes),
+                           .mode = ResidencyMode::kFull,
+                           .chosen = std::move(resident)},
+                          &merged);
+    };
+    if (overlay.record_first && !lock_merged({})) return false;
+    if (!Can(memory_.Promise(memory, overlay.beside_bytes, "patches"))) return false;
+    const ResidencyMode mode = core_.config.residency == "stream" ? ResidencyMode::kStream
+                               : core_.config.residency == "full" ? ResidencyMode::kFull
+                                                                  : ResidencyMode::kAuto;
+    if (!lock(key, {.blocks = BlocksOf(component, key), .working_bytes = working, .mode = mode}, &weights)) {
       return false;
     }
-    device.GiveBack(working + ring + overlay.beside_bytes);
-    for (const std::string& copy : copies) device.Unlock(copy);
-    device.Unlock(key);
+    if (!host) {
+      phase->set_full_bytes(weights[0].full_bytes);
+      phase->set_resident_bytes(weights[0].plan.resident_bytes);
+    }
+    if (!overlay.record_first && !lock_merged(weights[0].plan.resident)) return false;
+    for (const ImaginedMemory::OnDevice& copy : merged) memory_.Unlock(copy);
+    if (overlay.record) memory_.Unlock(overlay.record->key);
+    memory_.GiveBack(memory, overlay.beside_bytes);
+    for (const ImaginedMemory::OnDevice& patch : patches) memory_.Unlock(patch);
+    memory_.Unlock(weights[0]);
     return true;
+  }
+
+  // What the weights are on a device.
+  std::vector<ResourceBlock> BlocksOf(const Component& component, const ModelKey& key) const {
+    const LockHandle loaded = core_.cache->Peek(key, "plan");
+    return loaded ? loaded.resource()->device_blocks()
+                  : DescribeBlocks(component, model_.part(component.name).bytes);
   }
 
   // What patches take for a component, with those of a part of the steps as if they applied in all. Exact for
@@ -643,24 +392,32 @@ class Planner {
       overlay.rank += unread_rank;
     }
     if (overlay.record_bytes > 0) {
-      overlay.record = all_read ? size.record.ToString() : absl::StrCat(key.ToString(), " with patches");
+      overlay.record = {
+          .key = all_read ? size.record : ModelKey{absl::StrCat(key.ToString(), " with patches"), ""},
+          .loader = {.kind = "merged",
+                     .estimated_bytes = overlay.record_bytes + overlay.merging_bytes,
+                     .use = MemoryUse::kMerged,
+                     .name = model_.id}};
       overlay.record_first = !direct;
     }
     return overlay;
   }
 
+  // As what is there of a kind took; else as a good disk would.
+  double SecondsToLoad(const std::string& kind, int64_t bytes) const {
+    double known_seconds = 0, known_bytes = 0;
+    for (const RecordStats& r : stats_.records) {
+      if (r.kind != kind) continue;
+      known_seconds += r.load_seconds;
+      known_bytes += static_cast<double>(r.bytes);
+    }
+    return static_cast<double>(bytes) *
+           (known_bytes > 0 ? known_seconds / known_bytes : GreedyDual::Cost(0, 1));
+  }
+
   double LoadSeconds() const {
     double seconds = 0;
-    for (const v1::PlanResponse::Load& load : plan_.loads()) {
-      double known_seconds = 0, known_bytes = 0;
-      for (const RecordStats& r : stats_.records) {
-        if (r.kind != load.kind()) continue;
-        known_seconds += r.load_seconds;
-        known_bytes += static_cast<double>(r.bytes);
-      }
-      const auto bytes = static_cast<double>(load.bytes());
-      seconds += known_bytes > 0 ? bytes * known_seconds / known_bytes : bytes * GreedyDual::Cost(0, 1);
-    }
+    for (const ImaginedMemory::Load& load : memory_.loads()) seconds += SecondsToLoad(load.kind, load.bytes);
     return seconds;
   }
 
@@ -677,8 +434,7 @@ class Planner {
   const int64_t file_bytes_;  // of one picture; 0: it is not decoded
   const CacheStats stats_;
   v1::PlanResponse plan_;
-  ImaginedCache ram_;
-  std::map<const Device*, ImaginedDevice> devices_;
+  ImaginedMemory memory_;
   double seconds_ = 0;
   bool timed_ = true;
 };
