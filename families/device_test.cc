@@ -295,6 +295,23 @@ std::string CopyOutError(const std::function<void()>& phase) {
 }
 constexpr char kCopyOut[] = "Cannot copy out of meta tensor";
 
+// What a denoiser begins with is in host memory, and goes to the device in the first step; nothing else is
+// copied.
+void ExpectInputsFromHostAlone(Denoiser& denoiser, const WeightView& view) {
+  EXPECT_TRUE(denoiser.latents().is_cpu());
+  const DeviceWatch watch;
+  int64_t copies = -1;
+  while (!denoiser.done()) {
+    ASSERT_TRUE(denoiser.Step(view).ok());
+    if (copies < 0) copies = watch.copies();
+  }
+  EXPECT_GT(copies, 0);
+  EXPECT_EQ(watch.copies(), copies) << "only the first step copies to the device";
+  EXPECT_THAT(CopyOutError([&] { denoiser.latents(); }), HasSubstr(kCopyOut));
+  EXPECT_THAT(CopyOutError([&] { denoiser.prediction(); }), HasSubstr(kCopyOut));
+  EXPECT_THAT(watch.mixed(), IsEmpty());
+}
+
 TEST_P(DeviceTest, DenoiserTakesItsInputsFromHostMemoryAndGivesLatentsBack) {
   const FluxConfig config = SmallFlux();
   const auto transformer = std::make_shared<const FluxTransformer>(config);
@@ -311,18 +328,7 @@ TEST_P(DeviceTest, DenoiserTakesItsInputsFromHostMemoryAndGivesLatentsBack) {
                                           .true_cfg_scale = 2,
                                           .latent_height = 10,
                                           .latent_width = 8});
-  EXPECT_TRUE(denoiser->latents().is_cpu());
-  const DeviceWatch watch;
-  int64_t copies = -1;
-  while (!denoiser->done()) {
-    ASSERT_TRUE(denoiser->Step(view).ok());
-    if (copies < 0) copies = watch.copies();
-  }
-  EXPECT_GT(copies, 0);
-  EXPECT_EQ(watch.copies(), copies) << "only the first step copies to the device";
-  EXPECT_THAT(CopyOutError([&] { denoiser->latents(); }), HasSubstr(kCopyOut));
-  EXPECT_THAT(CopyOutError([&] { denoiser->prediction(); }), HasSubstr(kCopyOut));
-  EXPECT_THAT(watch.mixed(), IsEmpty());
+  ExpectInputsFromHostAlone(*denoiser, view);
 }
 
 TEST_P(DeviceTest, PicturesAndTheirLatentsComeFromAndGoToHostMemory) {
@@ -369,6 +375,24 @@ TEST_P(DeviceTest, NoSliceOfAFullSizeAutoencoderIsLongerThanAStep) {
   int64_t small = 1;
   for (auto pass = vae.BeginDecode(Meta({1, 4, 8, 8})); !pass.Slice(view);) ++small;
   EXPECT_EQ(small, 1) << "slices are not cut for nothing";
+
+  // What is half done and let go of, or wanted in other tiles, is begun anew.
+  PictureDecoder decoder(vae, Host({1, 4, 128, 128}));
+  const auto slices_to_the_end = [&](int64_t tile) {
+    int64_t slices = 0;
+    CopyOutError([&] {
+      while (true) {
+        ++slices;
+        (void)decoder.Slice(view, tile);
+      }
+    });
+    return slices;
+  };
+  for (int i = 0; i < 5; ++i) EXPECT_TRUE(decoder.Slice(view, 0).ok());
+  decoder.LetGo();
+  EXPECT_EQ(slices_to_the_end(0), whole);
+  for (int i = 0; i < 5; ++i) EXPECT_TRUE(decoder.Slice(view, 0).ok());
+  EXPECT_EQ(slices_to_the_end(512), tiled);
 }
 
 TEST_P(DeviceTest, SdDenoisersTakeTheirInputsFromHostMemoryAndGiveLatentsBack) {
@@ -397,18 +421,7 @@ TEST_P(DeviceTest, SdDenoisersTakeTheirInputsFromHostMemoryAndGiveLatentsBack) {
     run.pictures.push_back(std::move(picture));
   }
   const auto denoiser = MakeSdDenoiser(std::move(run));
-  EXPECT_TRUE(denoiser->latents().is_cpu());
-  const DeviceWatch watch;
-  int64_t copies = -1;
-  while (!denoiser->done()) {
-    ASSERT_TRUE(denoiser->Step(view).ok());
-    if (copies < 0) copies = watch.copies();
-  }
-  EXPECT_GT(copies, 0);
-  EXPECT_EQ(watch.copies(), copies) << "only the first step copies to the device";
-  EXPECT_THAT(CopyOutError([&] { denoiser->latents(); }), HasSubstr(kCopyOut));
-  EXPECT_THAT(CopyOutError([&] { denoiser->prediction(); }), HasSubstr(kCopyOut));
-  EXPECT_THAT(watch.mixed(), IsEmpty());
+  ExpectInputsFromHostAlone(*denoiser, view);
 }
 
 // Only noise is copied, from the host.

@@ -39,11 +39,13 @@ class SdEncoding : public TextEncoding {
 
   absl::StatusOr<bool> Slice(const WeightView& weights) override {
     const Text& text = texts_[text_];
-    const EncodableText::Window& window = text.windows[encoded_.size()];
-    ClipTap tap = text.tap;
-    tap.pooled = window.pooled;
-    ClipTextModel::Output output = (*encoder_.model)(weights, window.ids, tap, window.mask, rows_);
-    encoded_[window.key()] = std::move(output);
+    if (encoded_.size() < text.windows.size()) {  // else putting them together failed, and is tried again
+      const EncodableText::Window& window = text.windows[encoded_.size()];
+      ClipTap tap = text.tap;
+      tap.pooled = window.pooled;
+      ClipTextModel::Output output = (*encoder_.model)(weights, window.ids, tap, window.mask, rows_);
+      encoded_[window.key()] = std::move(output);
+    }
     if (encoded_.size() < text.windows.size()) return false;
     RETURN_IF_ERROR(EndText(text));
     encoded_.clear();

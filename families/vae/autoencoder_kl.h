@@ -68,7 +68,7 @@ class AutoencoderKl {
   class Pass {
    public:
     // Does the next slice: stages of the network for one tile, as many as have `flops` together and one at
-    // least. True: it was the last one. A slice that threw can be done again.
+    // least. True: it was the last one. After a slice that threw, the pass is good for nothing.
     bool Slice(const WeightView& w, double flops = kSliceFlops);
     // What came of it. REQUIRES: Slice returned true. Once.
     at::Tensor Take() { return tiles_.Take(); }

@@ -44,9 +44,12 @@ bool PictureEncoder::Slice(const WeightView& w, int64_t tile) {
     pass_.emplace(vae_.BeginEncode(ToInput(w, pictures_[posteriors_.size()]), tile));
     tile_ = tile;
   }
-  if (!pass_->Slice(w)) return false;
-  const AutoencoderKl::Posterior posterior = AutoencoderKl::PosteriorOf(pass_->Take());
-  pass_.reset();
+  AutoencoderKl::Pass pass = *std::exchange(pass_, std::nullopt);  // comes back if nothing throws
+  if (!pass.Slice(w)) {
+    pass_.emplace(std::move(pass));
+    return false;
+  }
+  const AutoencoderKl::Posterior posterior = AutoencoderKl::PosteriorOf(pass.Take());
   posteriors_.push_back({ToHost(posterior.mean), ToHost(posterior.std)});
   return posteriors_.size() == pictures_.size();
 }
@@ -60,9 +63,12 @@ absl::StatusOr<at::Tensor> PictureDecoder::Slice(const WeightView& w, int64_t ti
     pass_.emplace(vae_.BeginDecode(vae_.FromModel(z), tile));
     tile_ = tile;
   }
-  if (!pass_->Slice(w)) return at::Tensor();
-  const at::Tensor x = pass_->Take();
-  pass_.reset();
+  AutoencoderKl::Pass pass = *std::exchange(pass_, std::nullopt);
+  if (!pass.Slice(w)) {
+    pass_.emplace(std::move(pass));
+    return at::Tensor();
+  }
+  const at::Tensor x = pass.Take();
   const at::Tensor finite = FiniteFlag(x);  // bytes no longer show it; read once the picture was waited for
   at::Tensor picture = ToHost(ToBytes(x).squeeze(0).permute({1, 2, 0}));
   if (!finite.item<bool>()) return NonFinite("decode");

@@ -354,8 +354,16 @@ bool Job::ShouldGiveWay() const {
                      [](const auto& held) { return held->ShouldGiveWay(); });
 }
 
+void Job::LetGoOfWork() {
+  if (work_ == nullptr) return;
+  std::optional<MemoryMeter> meter;  // what slices left behind is no longer there
+  if (main().meters()) meter.emplace();
+  work_->LetGo();
+  if (meter) net_bytes_ += meter->net_bytes();
+}
+
 void Job::GiveWay() {
-  if (work_ != nullptr) work_->LetGo();
+  LetGoOfWork();
   for (const auto& held : resources_) held->GiveWay();
 }
 
@@ -387,7 +395,7 @@ bool Job::RunSlice() {
     SampleMemory();
   }
   if (!status.ok() && IsOutOfMemory(status)) {
-    if (work_ != nullptr) work_->LetGo();
+    LetGoOfWork();
     status = main().Adapt(status);
     if (status.ok()) {  // once more, with less
       next_ = &Job::AcquirePhase;

@@ -113,6 +113,8 @@ class Job : public SlicedTask, public std::enable_shared_from_this<Job> {
   absl::StatusOr<bool> RunPhaseSlice();
   // `ms`: of the step; `last`: of the phase.
   absl::Status AfterStep(const StepReport& report, double ms, bool last);
+  // Of what is half done on the device; no slice is under way.
+  void LetGoOfWork();
   // Whether the next slice reads what is held, with the same patches.
   bool SameAsBefore();
   const RunPhase& phase_now() const { return run_->phases()[current_]; }
