@@ -73,6 +73,10 @@ absl::StatusOr<SdPromptSet> SdPromptSet::Make(const SdPipeline& pipeline, const 
     RETURN_IF_ERROR(CheckRange("params.clip_skip", static_cast<double>(params.clip_skip.value_or(0)), 0,
                                static_cast<double>(layers)));
   }
+  for (SdEncoderPrompt& prompt : set.prompts_) {
+    prompt.tap = pipeline.Tap(*prompt.encoder, prompt.negative ? 0 : params.clip_skip.value_or(0));
+    for (EncodableText& text : prompt.texts) RETURN_IF_ERROR(text.Plan(set.tokens_, prompt.tap.pooled));
+  }
   return set;
 }
 
@@ -80,7 +84,10 @@ absl::Status SdPromptSet::Add(const SdPipeline& pipeline, const GenerateParams& 
                               const SdEncoder& encoder, bool negative) {
   const bool second = &encoder != &pipeline.parts().encoders.front();
   SdText text = TextOf(params, second, negative);
-  SdEncoderPrompt prompt{.encoder = &encoder, .negative = negative, .field = text.field};
+  SdEncoderPrompt prompt;
+  prompt.encoder = &encoder;
+  prompt.negative = negative;
+  prompt.field = text.field;
   ASSIGN_OR_RETURN(prompt.schedule, ScheduleOf(pipeline, params, text, negative));
   for (const std::string& one : prompt.schedule.texts) {
     text.text = one;
@@ -119,6 +126,14 @@ std::vector<const SdEncoderPrompt*> SdPromptSet::PromptsOf(absl::string_view com
     if (prompt.encoder->component == component) prompts.push_back(&prompt);
   }
   return prompts;
+}
+
+size_t SdPromptSet::WindowsOf(absl::string_view component) const {
+  size_t most = 0;
+  for (const SdEncoderPrompt* prompt : PromptsOf(component)) {
+    for (const EncodableText& text : prompt->texts) most = std::max(most, text.windows().size());
+  }
+  return most;
 }
 
 std::vector<TokenCount> SdPromptSet::Counts() const {

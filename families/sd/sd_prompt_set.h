@@ -21,6 +21,7 @@ struct SdEncoderPrompt {
   const SdEncoder* encoder = nullptr;
   bool negative = false;
   absl::string_view field;           // "params.prompt_2": whose text it is
+  ClipTap tap;                       // what is read of the encoder
   PromptSchedule schedule;           // of texts
   std::vector<EncodableText> texts;  // schedule.texts, with marks in place of embeddings' names
 };
@@ -46,6 +47,8 @@ class SdPromptSet {
   // By encoder, the wanted one behind the unwanted one.
   const std::vector<SdEncoderPrompt>& prompts() const { return prompts_; }
   std::vector<const SdEncoderPrompt*> PromptsOf(absl::string_view component) const;
+  // Calls that the text that takes most of them makes of an encoder.
+  size_t WindowsOf(absl::string_view component) const;
   std::vector<TokenCount> Counts() const;
 
  private:

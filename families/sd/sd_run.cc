@@ -25,29 +25,24 @@ namespace {
 class SdEncoding : public TextEncoding {
  public:
   // `rows` [n, dim]: what the texts' marks stand for; undefined for none.
-  SdEncoding(const SdEncoder& encoder, int64_t tokens, at::Tensor rows)
-      : encoder_(encoder), tokens_(tokens), rows_(std::move(rows)) {}
-
-  absl::Status Add(const SdEncoderPrompt& prompt, const ClipTap& tap) {
-    for (size_t i = 0; i < prompt.texts.size(); ++i) {
-      Text text{&prompt.texts[i], prompt.negative, i, tap, {}};
-      ASSIGN_OR_RETURN(text.windows, text.text->Windows(tokens_, tap.pooled));
-      texts_.push_back(std::move(text));
+  SdEncoding(const SdEncoder& encoder, const std::vector<const SdEncoderPrompt*>& prompts, at::Tensor rows)
+      : encoder_(encoder), rows_(std::move(rows)) {
+    for (const SdEncoderPrompt* prompt : prompts) {
+      for (size_t i = 0; i < prompt->texts.size(); ++i) texts_.push_back({prompt, i});
     }
-    return absl::OkStatus();
   }
 
   absl::StatusOr<bool> Slice(const WeightView& weights) override {
-    const Text& text = texts_[text_];
-    if (encoded_.size() < text.windows.size()) {  // else putting them together failed, and is tried again
-      const EncodableText::Window& window = text.windows[encoded_.size()];
-      ClipTap tap = text.tap;
+    const EncodableText& text = texts_[text_].text();
+    if (encoded_.size() < text.windows().size()) {  // else putting them together failed, and is tried again
+      const EncodableText::Window& window = text.windows()[encoded_.size()];
+      ClipTap tap = texts_[text_].prompt->tap;
       tap.pooled = window.pooled;
       ClipTextModel::Output output = (*encoder_.model)(weights, window.ids, tap, window.mask, rows_);
       encoded_[window.key()] = std::move(output);
     }
-    if (encoded_.size() < text.windows.size()) return false;
-    RETURN_IF_ERROR(EndText(text));
+    if (encoded_.size() < text.windows().size()) return false;
+    RETURN_IF_ERROR(EndText(texts_[text_]));
     encoded_.clear();
     return ++text_ == texts_.size();
   }
@@ -55,24 +50,20 @@ class SdEncoding : public TextEncoding {
 
  private:
   struct Text {
-    const EncodableText* text;
-    bool negative;
-    size_t index;  // in its prompt
-    ClipTap tap;
-    std::vector<EncodableText::Window> windows;
+    const SdEncoderPrompt* prompt;
+    size_t index;  // in it
+    const EncodableText& text() const { return prompt->texts[index]; }
   };
 
   absl::Status EndText(const Text& text) {
-    ASSIGN_OR_RETURN(const ClipTextModel::Output output,
-                     text.text->Assemble(encoded_, tokens_, text.tap.pooled));
-    made_[SdOutputName(text.negative, text.index, encoder_.component)] = ToHost(output.hidden);
-    if (output.pooled.defined())
-      made_[SdOutputName(text.negative, text.index, kSdPooled)] = ToHost(output.pooled);
+    ASSIGN_OR_RETURN(const ClipTextModel::Output output, text.text().Assemble(encoded_));
+    const bool negative = text.prompt->negative;
+    made_[SdOutputName(negative, text.index, encoder_.component)] = ToHost(output.hidden);
+    if (output.pooled.defined()) made_[SdOutputName(negative, text.index, kSdPooled)] = ToHost(output.pooled);
     return absl::OkStatus();
   }
 
   const SdEncoder& encoder_;
-  const int64_t tokens_;
   const at::Tensor rows_;
   std::vector<Text> texts_;
   size_t text_ = 0;                 // the one that is under way
@@ -154,12 +145,7 @@ absl::StatusOr<std::unique_ptr<TextEncoding>> SdRun::BeginText(
   const std::vector<const SdEncoderPrompt*> prompts = prompts_.PromptsOf(component);
   const SdEncoder& encoder = *prompts.front()->encoder;
   ASSIGN_OR_RETURN(at::Tensor rows, RowsOf(encoder, embeddings));
-  auto encoding = std::make_unique<SdEncoding>(encoder, prompts_.tokens(), std::move(rows));
-  for (const SdEncoderPrompt* prompt : prompts) {
-    const int64_t skip = prompt->negative ? 0 : params_.clip_skip.value_or(0);
-    RETURN_IF_ERROR(encoding->Add(*prompt, pipeline_.Tap(encoder, skip)));
-  }
-  return encoding;
+  return std::make_unique<SdEncoding>(encoder, prompts, std::move(rows));
 }
 
 std::string SdRun::OutputKey(size_t phase) const {
@@ -354,12 +340,14 @@ int64_t SdRun::WorkingBytes(size_t phase, const std::string& component, const Ph
   const WeightUse use = UseOf(pipeline_, component, options);
   switch (phases_[phase].kind) {
     case PhaseKind::kEncodeText: {
-      // Windows are encoded one by one; versions of the whole prompt are mixed.
-      constexpr int64_t kVersions = 8;
-      const int64_t versions = params_.prompt_syntax.value_or("plain") == "plain" ? 2 : kVersions;
-      const ClipTextModel& model = *prompts_.PromptsOf(component).front()->encoder->model;
-      return model.WorkingBytes(use) +
-             versions * prompts_.tokens() * model.config().dim * int64_t{sizeof(float)};
+      // Windows are encoded one by one, and kept until they are mixed: each is moved by its weights, and
+      // versions of the whole prompt are put together and summed.
+      const ClipTextConfig& config = prompts_.PromptsOf(component).front()->encoder->model->config();
+      const auto windows = static_cast<int64_t>(prompts_.WindowsOf(component));
+      constexpr int64_t kOfWindows = 3, kOfTheWhole = 4;
+      const int64_t rows = kOfWindows * windows * config.positions + kOfTheWhole * prompts_.tokens();
+      return prompts_.PromptsOf(component).front()->encoder->model->WorkingBytes(use) + OutputBytes(phase) +
+             rows * config.dim * int64_t{sizeof(float)};
     }
     case PhaseKind::kEncodeMedia: {
       // With a mask, what it leaves of the picture is a second one beside it.
@@ -384,11 +372,11 @@ int64_t SdRun::WorkingBytes(size_t phase, const std::string& component, const Ph
   return 0;
 }
 
-std::string SdRun::ShapeKey(size_t phase, const std::string&) const {
+std::string SdRun::ShapeKey(size_t phase, const std::string& component) const {
   const PhaseKind kind = phases_[phase].kind;
   if (kind == PhaseKind::kEncodeText) {
-    return absl::StrCat("t", prompts_.tokens(), params_.prompt_syntax.value_or(""),
-                        prompts_.encodes_negative() ? "g" : "");
+    return absl::StrCat("t", prompts_.tokens(), "w", prompts_.WindowsOf(component),
+                        params_.prompt_syntax.value_or(""), prompts_.encodes_negative() ? "g" : "");
   }
   std::string key = absl::StrCat(*params_.width, "x", *params_.height, "n", params_.seeds.size());
   if (params_.has_pictures()) key += "i";

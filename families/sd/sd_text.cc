@@ -88,12 +88,11 @@ std::vector<int64_t> EncodableText::PooledIds() const {
   return std::move(windows.ids);
 }
 
-absl::StatusOr<ClipTextModel::Output> EncodableText::Encode(int64_t tokens, bool pooled,
-                                                            const Call& call) const {
+absl::StatusOr<ClipTextModel::Output> EncodableText::Encode(const Call& call) const {
   const ClipTokenizer& tokenizer = *encoder_->tokenizer;
   ClipTextModel::Output output;
   if (text_.syntax == PromptSyntax::kPlain) {
-    output = call({OneWindowOfIds(tokenizer, text_.text), {}, pooled});
+    output = call({OneWindowOfIds(tokenizer, text_.text), {}, pooled_});
   } else {
     const PromptWeights weights =
         text_.syntax == PromptSyntax::kA1111 ? PromptWeights::kKeepMean : PromptWeights::kAgainstEmpty;
@@ -103,23 +102,25 @@ absl::StatusOr<ClipTextModel::Output> EncodableText::Encode(int64_t tokens, bool
     };
     ASSIGN_OR_RETURN(output.hidden,
                      EncodePrompt(tokenizer, prompt_, ModeOf(text_), weights, encode, text_.field));
-    if (pooled) output.pooled = call({PooledIds(), {}, true}).pooled;
+    if (pooled_) output.pooled = call({PooledIds(), {}, true}).pooled;
   }
-  if (const int64_t missing = tokens - output.hidden.size(1); missing > 0) {
+  if (const int64_t missing = length_ - output.hidden.size(1); missing > 0) {
     const at::Tensor empty = call({EmptyPromptWindow(tokenizer).ids, {}}).hidden;
     output.hidden = at::cat({output.hidden, empty.repeat({1, missing / empty.size(1), 1})}, 1);
   }
   return output;
 }
 
-absl::StatusOr<std::vector<EncodableText::Window>> EncodableText::Windows(int64_t tokens, bool pooled) const {
+absl::Status EncodableText::Plan(int64_t length, bool pooled) {
   const c10::InferenceMode inference;
-  std::vector<Window> windows;
+  length_ = length;
+  pooled_ = pooled;
+  windows_.clear();
   const Call note = [&](const Window& window) {
-    const auto known = std::find_if(windows.begin(), windows.end(),
+    const auto known = std::find_if(windows_.begin(), windows_.end(),
                                     [&](const Window& one) { return one.key() == window.key(); });
-    if (known == windows.end()) {
-      windows.push_back(window);
+    if (known == windows_.end()) {
+      windows_.push_back(window);
     } else {
       known->pooled = known->pooled || window.pooled;
     }
@@ -127,15 +128,11 @@ absl::StatusOr<std::vector<EncodableText::Window>> EncodableText::Windows(int64_
     const at::Tensor hidden = at::ones({1, static_cast<int64_t>(window.ids.size()), 1});
     return ClipTextModel::Output{hidden, hidden};
   };
-  RETURN_IF_ERROR(Encode(tokens, pooled, note).status());
-  return windows;
+  return Encode(note).status();
 }
 
-absl::StatusOr<ClipTextModel::Output> EncodableText::Assemble(const Encoded& encoded, int64_t tokens,
-                                                              bool pooled) const {
-  ASSIGN_OR_RETURN(ClipTextModel::Output output,
-                   Encode(tokens, pooled, [&](const Window& window) { return encoded.at(window.key()); }));
-  return output;
+absl::StatusOr<ClipTextModel::Output> EncodableText::Assemble(const Encoded& encoded) const {
+  return Encode([&](const Window& window) { return encoded.at(window.key()); });
 }
 
 }  // namespace latentd

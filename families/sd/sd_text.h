@@ -43,7 +43,7 @@ struct TextTokens {
 };
 
 // A text as an encoder is given it: parsed and tokenised once, a list of windows, and what is made of them.
-// Immutable. Lives no longer than its encoder.
+// Immutable once it is planned. Lives no longer than its encoder.
 class EncodableText {
  public:
   // Errors: INVALID_ARGUMENT INVALID_FIELD on the text's field, for what does not parse and for too many
@@ -65,12 +65,14 @@ class EncodableText {
   // By Window::key.
   using Encoded = std::map<std::pair<std::vector<int64_t>, std::vector<int64_t>>, ClipTextModel::Output>;
 
+  // How it is encoded: to `length` tokens, continued by windows of the empty prompt where it has less of
+  // them, with the pooled row or without. Before windows and Assemble. REQUIRES: length >= tokens().
+  absl::Status Plan(int64_t length, bool pooled);
   // The calls that Assemble needs, each once.
-  absl::StatusOr<std::vector<Window>> Windows(int64_t tokens, bool pooled) const;
-  // Hidden states [1, tokens, dim], continued by windows of the empty prompt where the text has less of them,
-  // and the pooled row where it is wanted. Where the outputs are. REQUIRES: tokens >= this->tokens();
-  // `encoded` has all of Windows(tokens, pooled).
-  absl::StatusOr<ClipTextModel::Output> Assemble(const Encoded& encoded, int64_t tokens, bool pooled) const;
+  const std::vector<Window>& windows() const { return windows_; }
+  // Hidden states [1, length, dim], and the pooled row where it is wanted. Where the outputs are. REQUIRES:
+  // `encoded` has all of windows().
+  absl::StatusOr<ClipTextModel::Output> Assemble(const Encoded& encoded) const;
 
  private:
   using Call = std::function<ClipTextModel::Output(const Window& window)>;
@@ -80,13 +82,16 @@ class EncodableText {
   TextTokens Count() const;
   std::vector<int64_t> PooledIds() const;
   // Whatever is made of windows, with `call` in place of the encoder.
-  absl::StatusOr<ClipTextModel::Output> Encode(int64_t tokens, bool pooled, const Call& call) const;
+  absl::StatusOr<ClipTextModel::Output> Encode(const Call& call) const;
 
   const SdEncoder* encoder_;
   SdText text_;
   ParsedPrompt prompt_;  // not of plain texts
   int64_t tokens_ = 0;
   TextTokens count_;
+  int64_t length_ = 0;
+  bool pooled_ = false;
+  std::vector<Window> windows_;
 };
 
 }  // namespace latentd

@@ -188,16 +188,18 @@ std::optional<std::string> ExifDescription(absl::string_view exif) {
 std::string MakeExif(absl::string_view ascii_description, absl::string_view utf8_comment) {
   const std::string comment = absl::StrCat(absl::string_view("UNICODE\0", 8), Utf16BigEndian(utf8_comment));
   // Values of 4 bytes or less would stand in the entry; the description gets zeros at its end, the comment is
-  // longer.
+  // longer. What brings the next value to an even place is no part of the description: readers take one zero
+  // off its end.
   std::string description(ascii_description);
   description.resize(std::max<size_t>(description.size() + 1, 5), '\0');
+  const size_t described = description.size();
   if (description.size() % 2 != 0) description += '\0';
   constexpr size_t kFirst = 8, kDescriptionAt = kFirst + 2 + 2 * 12 + 4;
   const size_t second = kDescriptionAt + description.size();
   std::string out("MM\0*", 4);
   Append(out, kFirst, 4);
   Append(out, 2, 2);
-  AppendEntry(out, kDescription, kAscii, description.size(), kDescriptionAt);
+  AppendEntry(out, kDescription, kAscii, described, kDescriptionAt);
   AppendEntry(out, kExifDirectory, kLong, 1, second);
   Append(out, 0, 4);
   out += description;
